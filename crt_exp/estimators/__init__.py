@@ -7,14 +7,21 @@ for kernel="softmax". Feature maps take x = sqrt(2 gamma) u, or x = u / length_s
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import cache, wraps
-from numbers import Real
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from scipy.sparse import issparse
-from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.base import (
+    BaseEstimator,
+    ClassifierMixin,
+    ClassNamePrefixFeaturesOutMixin,
+    MultiOutputMixin,
+    RegressorMixin,
+    TransformerMixin,
+)
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
@@ -27,7 +34,7 @@ from crt_exp.mechanism import Mechanism, features_of_attention
 from crt_exp.registry import ConfigError, known_names
 from crt_exp.samplers import Noise
 from crt_exp.samplers.threads import threads
-from crt_exp.validation import whole_number
+from crt_exp.validation import Positive, check, whole_number
 
 FLOATS = np.float64, np.float32
 ROWS = 4096  # rows per block, so that its columns fit the cache
@@ -82,48 +89,55 @@ def all_or_none(method: Callable) -> Callable:
     return call
 
 
-class RandomFeatureEstimator(BaseEstimator):
-    """Base class: feature map and sampler, input scale, and random projections."""
+@dataclass(eq=False, repr=False)
+class Options(BaseEstimator):
+    """Base class: the constructor options that all estimators share."""
 
-    def __init__(
-        self,
-        features="oprf",
-        sampler="orthogonal",
-        n_components=100,
-        kernel="gaussian",
-        gamma=None,
-        random_state=None,
-        *,
-        length_scale=None,
-    ):
-        self.features = features
-        self.sampler = sampler
-        self.n_components = n_components
-        self.kernel = kernel
-        self.gamma = gamma
-        self.length_scale = length_scale
-        self.random_state = random_state
+    features: Any = "oprf"
+    sampler: Any = "orthogonal"
+    n_components: Any = 100
+    kernel: Any = "gaussian"
+    gamma: Any = None
+    random_state: Any = None
+    _: KW_ONLY
+    length_scale: Any = None
+
+    _accept_sparse: ClassVar[str | bool] = False  # or the name of the sparse format
 
     def _check_options(self) -> None:
+        """Raise ValueError for an option that does not fit the others."""
+        raise NotImplementedError
+
+    def _validated(self, X):
+        """Return the rows of a call after the fit."""
+        check_is_fitted(self)
+        return validate_data(self, X, accept_sparse=self._accept_sparse, dtype=FLOATS, reset=False)
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = bool(self._accept_sparse)
+        return tags
+
+
+class RandomFeatureEstimator(Options):
+    """Base class: feature map and sampler, input scale, and random projections."""
+
+    def _check_options(self):
         check_kernel(self.kernel)
         name = self._name
-        gamma = self.gamma
         if not self._map().estimates:
             raise ValueError(NO_KERNEL.format(name))
         if self._own_kernel and self.kernel != "gaussian":
             raise ValueError(
                 f"kernel={self.kernel}: not supported, because {name} has its own kernel; remove it"
             )
-        if gamma is None or (
-            isinstance(gamma, str) and gamma == "scale" and not self._uses_length_scale
-        ):
+        if self.gamma is None:
             return
         if self._own_kernel:
-            raise ValueError(f"gamma={gamma}: not supported by {name}; use length_scale")
+            raise ValueError(f"gamma={self.gamma}: not supported by {name}; use length_scale")
         if self._uses_length_scale:
-            raise ValueError(f"gamma={gamma}: cannot be combined with length_scale")
-        if not isinstance(gamma, Real) or not 0 < float(gamma) < np.inf:
-            raise ValueError(f"gamma={gamma}: expected a positive number (sigma^2 / 2) or 'scale'")
+            raise ValueError(f"gamma={self.gamma}: cannot be combined with length_scale")
+        check("gamma", self.gamma, Positive | Literal["scale"])
 
     def _map(self) -> FeatureMap:
         """Return the feature map, before `of_size`."""
@@ -293,13 +307,15 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
                 f"{type(phi).__name__}(kernel={phi.kernel!r}, weights='unbiased')"
             )
 
+    _accept_sparse = "csr"
+
     @all_or_none
     def fit(self, X, y=None, sample_weight=None):
         """Fit the parameters to X (n, d), dense or sparse, and sample the projections.
 
         `sample_weight` (n,) counts as repetitions of a row.
         """
-        X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS)
+        X = validate_data(self, X, accept_sparse=self._accept_sparse, dtype=FLOATS)
         X, weight = drop_weightless(sample_weight, X)
         return self._begin(X, weight)
 
@@ -315,8 +331,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 
     def transform(self, X):
         """Return Z (n, n_components) of X (n, d), in the dtype of X."""
-        check_is_fitted(self)
-        X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS, reset=False)
+        X = self._validated(X)
         out = np.empty((X.shape[0], self._n_features_out), dtype=X.dtype)
         if not self.map_.one_map:
             raise ValueError(
@@ -335,23 +350,90 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
         return tags
 
 
-def validate_rows(estimator, X, y, **checks) -> tuple:
-    """Validate rows and targets, in the dtype of X.
+class Incremental(Options):
+    """Base class: estimators that are fitted to all rows at once, or batch by batch.
 
-    Raises:
-        ValueError: y is a scalar, or not finite.
+    They hold sums over rows in `sums_`.
     """
-    if np.isscalar(y) or getattr(y, "shape", None) == ():
-        raise ValueError("y should be a 1d array, got an array of shape () instead.")
-    X, y = validate_data(estimator, X, y, dtype=FLOATS, **checks)
-    if y.dtype.kind == "f" and not np.isfinite(y).all():  # scikit-learn converts None to NaN
-        raise ValueError("Input y contains NaN or infinity.")
-    return X, y
+
+    _target_checks: dict[str, bool] = {}
+
+    @all_or_none
+    def fit(self, X, y, sample_weight=None):
+        """Fit to X (n, d) and y (n,) or (n, T), or labels (n,)."""
+        for name in ("sums_", "classes_"):
+            if hasattr(self, name):
+                delattr(self, name)
+        self._add(X, y, sample_weight)
+        return self
+
+    def _add(self, X, y, sample_weight) -> None:
+        """Validate and add rows; callers restore the attributes if this raises.
+
+        Raises:
+            ValueError: y is a scalar, or not finite.
+        """
+        first = not hasattr(self, "sums_")
+        if first:
+            self._check_options()
+        if np.isscalar(y) or getattr(y, "shape", None) == ():
+            raise ValueError("y should be a 1d array, got an array of shape () instead.")
+        checks = {"accept_sparse": self._accept_sparse, "reset": first, **self._target_checks}
+        X, y = validate_data(self, X, y, dtype=FLOATS, **checks)
+        if y.dtype.kind == "f" and not np.isfinite(y).all():  # scikit-learn converts None to NaN
+            raise ValueError("Input y contains NaN or infinity.")
+        X, y, weight = drop_weightless(sample_weight, X, y)
+        targets = self._targets(y)
+        if first:
+            self._begin(X, weight, targets)
+        self._add_rows(X, y, targets, weight)
+
+    def _targets(self, y: np.ndarray) -> np.ndarray:
+        """Return the targets of validated values or labels, (n, T) float64."""
+        raise NotImplementedError
+
+    def _begin(self, X, weight: np.ndarray, targets: np.ndarray) -> None:
+        """Fit the feature map to the first rows, and start with empty sums."""
+        raise NotImplementedError
+
+    def _add_rows(self, X, y: np.ndarray, targets: np.ndarray, weight: np.ndarray) -> None:
+        """Add rows to the sums."""
+        raise NotImplementedError
+
+
+class Regression(MultiOutputMixin, RegressorMixin):
+    """Mixin of `Incremental`: targets of regressors, of the shape of the first batch but for its rows."""
+
+    _target_checks = {"y_numeric": True, "multi_output": True}
+
+    @all_or_none
+    def partial_fit(self, X, y, sample_weight=None):
+        """Add all rows, or none if the call raises.
+
+        The first call fits the parameters and samples the projections.
+        """
+        self._add(X, y, sample_weight)
+        return self
+
+    def _targets(self, y):
+        if not hasattr(self, "sums_"):
+            self._shape = y.shape[1:]
+        if y.shape[1:] != self._shape:
+            raise ValueError(
+                f"y: shape {('n', *y.shape[1:])}, expected {('n', *self._shape)} as in the first batch"
+            )
+        return y.reshape(len(y), -1).astype(np.float64, order="C")
+
+
+class Classification(ClassifierMixin):
+    """Mixin of `Incremental`: targets of classifiers, 1 for the label and 0 for other classes."""
+
+    def _targets(self, y):
+        return np.eye(len(self.classes_))[np.searchsorted(self.classes_, y)]
 
 
 def drop_weightless(sample_weight, *rows) -> tuple:
@@ -378,14 +460,6 @@ def evenly_spaced(weight: np.ndarray) -> np.ndarray:
     count = min(ROWS, round(ends[-1]))
     places = np.linspace(0, ends[-1] - 1, count).astype(int)
     return np.searchsorted(ends, places, side="right")
-
-
-def check_targets(y: np.ndarray, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless y has the shape of the first batch, but for its rows."""
-    if y.shape[1:] != shape:
-        raise ValueError(
-            f"y: shape {('n', *y.shape[1:])}, expected {('n', *shape)} as in the first batch"
-        )
 
 
 def label_set(*labels) -> np.ndarray:

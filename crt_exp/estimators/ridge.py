@@ -7,29 +7,28 @@ All results follow from sums over rows.
 
 from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from scipy.sparse import issparse, vstack
-from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from crt_exp.estimators import (
-    FLOATS,
+    Classification,
+    Incremental,
     RandomFeatures,
+    Regression,
     all_or_none,
     blocks,
-    check_targets,
-    drop_weightless,
     label_set,
-    validate_rows,
 )
 from crt_exp.samplers.threads import threads
-from crt_exp.validation import whole_number
+from crt_exp.validation import NotNegative, check, whole_number
 
 Criterion = Literal["gcv", "evidence"]
 # rounding error of eigenvalues, relative to their sum
@@ -107,6 +106,7 @@ class Solution:
     """
 
     def __init__(self, sums: Sums, alpha: float | Criterion, floor: float, together: bool):
+        self.option = alpha
         self.weight = sums.weight
         self.mean = sums.features / sums.weight
         shift = sums.targets / sums.weight
@@ -195,81 +195,33 @@ def ridges(least: float, top: float) -> Tensor:
     return torch.logspace(low, high, int(STEPS * (high - low)) + 1, dtype=torch.float64)
 
 
-class BaseRandomFeatureRidge(BaseEstimator):
+@dataclass(eq=False, repr=False)
+class BaseRandomFeatureRidge(Incremental):
     """Base class: accumulates sums over rows, which are not stored.
 
     The feature map is fitted to the first batch of rows.
     """
 
-    together = False
-    _target_checks: dict[str, bool] = {}
-    _solution: Solution | None = None
-    _solved_alpha: float | str
-    sums_: Sums
-    least_ridge = 0.0
+    features: Any = "trig"
+    n_components: Any = 512
+    alpha: Any = field(default="evidence", kw_only=True)
 
-    def __init__(
-        self,
-        features="trig",
-        sampler="orthogonal",
-        n_components=512,
-        kernel="gaussian",
-        gamma=None,
-        *,
-        length_scale=None,
-        alpha="evidence",
-        random_state=None,
-    ):
-        self.features = features
-        self.sampler = sampler
-        self.n_components = n_components
-        self.alpha = alpha
-        self.kernel = kernel
-        self.gamma = gamma
-        self.length_scale = length_scale
-        self.random_state = random_state
+    together = False
+    _accept_sparse = "csr"
+    least_ridge = 0.0
 
     @all_or_none
     def fit(self, X, y, sample_weight=None):
         """Fit to X (n, d), dense or sparse, and y (n,) or (n, T), or labels (n,)."""
-        for name in ("sums_", "classes_"):
-            if name in vars(self):
-                delattr(self, name)
-        self._add(X, y, sample_weight)
+        super().fit(X, y, sample_weight)
         self._solve()
         return self
 
-    def _add(self, X, y, sample_weight) -> None:
-        """Validate and add rows; callers restore the attributes if this raises."""
-        first = "sums_" not in vars(self)
-        if first:
-            self._check_options()
-        else:
-            self.sums_ = copy(self.sums_)
-        X, y = validate_rows(self, X, y, accept_sparse="csr", reset=first, **self._target_checks)
-        X, y, weight = drop_weightless(sample_weight, X, y)
-        y = self._validate_targets(y, first)
-        if first:
-            self._begin(X, weight)
-        # torch warns of read-only arrays
-        targets = torch.from_numpy(np.require(self._columns_of(y), requirements="W"))
-        weights = torch.from_numpy(np.require(weight, requirements="W"))
-        if first:
-            self.sums_ = Sums(self.features_._n_features_out, self._origin(targets))
-        for rows in blocks(X.shape[0], 4096):
-            self.sums_.add(self._features(X[rows]), targets[rows], weights[rows])
-        self._solution = None
-        self._keep(X, y, weight)
-
-    def _check_options(self) -> None:
+    def _check_options(self):
         whole_number(self.n_components, "n_components")
-        alpha = self.alpha
-        if isinstance(alpha, str) and alpha in get_args(Criterion):
-            return
-        if isinstance(alpha, bool) or not isinstance(alpha, Real) or not 0 <= float(alpha) < np.inf:
-            raise ValueError(f"alpha={alpha!r}: expected a number >= 0, 'gcv' or 'evidence'")
+        check("alpha", self.alpha, NotNegative | Criterion)
 
-    def _begin(self, X, weight: np.ndarray) -> None:
+    def _begin(self, X, weight, targets):
         seed = self.random_state
         if not isinstance(seed, Integral):
             seed = check_random_state(seed).randint(2**31 - 1)
@@ -282,29 +234,27 @@ class BaseRandomFeatureRidge(BaseEstimator):
             seed,
             length_scale=self.length_scale,
         )._begin(X, weight, "scale")
+        self.sums_ = Sums(self.features_._n_features_out, torch.from_numpy(targets[0].copy()))
+
+    def _add_rows(self, X, y: np.ndarray, targets: np.ndarray, weight: np.ndarray) -> None:
+        self.sums_ = copy(self.sums_)
+        columns = torch.from_numpy(targets)
+        weights = torch.from_numpy(np.require(weight, requirements="W"))  # else torch warns
+        for rows in blocks(X.shape[0]):
+            self.sums_.add(self._features(X[rows]), columns[rows], weights[rows])
+        self._solution: Solution | None = None
 
     def _features(self, X) -> Tensor:
         return torch.from_numpy(self.features_.transform(X)).double()
 
-    def _columns_of(self, y: np.ndarray) -> np.ndarray:
-        """Return validated targets as (n, T), float64."""
-        return y
-
-    def _origin(self, targets: Tensor) -> Tensor:
-        return targets[0].clone()
-
-    def _keep(self, X, y: np.ndarray, weight: np.ndarray) -> None:
-        """Store further data of a batch."""
-
     def _solve(self) -> Solution:
         """Return the solution for all rows so far and the current `alpha`, cached."""
-        check_is_fitted(self, "sums_")
-        if self._solution is None or self._solved_alpha != self.alpha:
+        check_is_fitted(self)
+        if self._solution is None or self._solution.option != self.alpha:
             self._check_options()
             floor = max(ROUNDING[self.features_._dtype.name], self.least_ridge)
             solution = Solution(self.sums_, self.alpha, floor, self.together)
             self._solution = self._finish(solution)
-            self._solved_alpha = self.alpha
         return self._solution
 
     def _finish(self, solution: Solution) -> Solution:
@@ -312,22 +262,16 @@ class BaseRandomFeatureRidge(BaseEstimator):
 
     def _per_block(self, X, function: Callable[[Tensor], Tensor]) -> np.ndarray:
         """Apply a function to the features (n, M) of X, block by block."""
-        check_is_fitted(self, "sums_")
-        X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS, reset=False)
-        parts = [function(self._features(X[rows])).numpy() for rows in blocks(X.shape[0], 4096)]
+        X = self._validated(X)
+        parts = [function(self._features(X[rows])).numpy() for rows in blocks(X.shape[0])]
         return np.concatenate(parts)
 
     @property
     def rows_(self) -> int:
         return self.sums_.rows
 
-    def __sklearn_tags__(self):
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        return tags
 
-
-class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidge):
+class RandomFeatureRidge(Regression, BaseRandomFeatureRidge):
     """Ridge regression on random features, in time O(n M^2) and memory O(M^2).
 
     It approximates kernel ridge regression, or the mean of a Gaussian process.
@@ -360,14 +304,6 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
     >>> bool(model.score(X, np.sin(2 * X[:, 0])) > 0.999), model.coef_.shape
     (True, (64,))
     """
-
-    _target_checks = {"y_numeric": True, "multi_output": True}
-
-    @all_or_none
-    def partial_fit(self, X, y, sample_weight=None):
-        """Add all rows, or none if the call raises; coefficients are computed on access."""
-        self._add(X, y, sample_weight)
-        return self
 
     def predict(self, X, return_std=False):
         """Return means (n,) or (n, T).
@@ -408,14 +344,9 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
     def _of_targets(self, values: Tensor):
         return values.numpy() if self._shape else float(values)
 
-    def _validate_targets(self, y: np.ndarray, first: bool) -> np.ndarray:
-        if first:
-            self._shape = y.shape[1:]
-        check_targets(y, self._shape)
-        return np.ascontiguousarray(y.reshape(len(y), -1), np.float64)
 
-
-class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
+@dataclass(eq=False, repr=False)
+class RandomFeatureClassifier(Classification, BaseRandomFeatureRidge):
     """Ridge regression on one-hot labels, calibrated by logistic regression.
 
     The logistic regression uses the leave-one-out scores of up to 4000 evenly spaced rows, which are stored. One ridge
@@ -436,32 +367,10 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
     (array([False,  True]), (100, 2))
     """
 
+    alpha: Any = field(default="gcv", kw_only=True)
+
     together = True
     least_ridge = LEAST_RIDGE
-    _target_checks = {}
-
-    def __init__(
-        self,
-        features="trig",
-        sampler="orthogonal",
-        n_components=512,
-        kernel="gaussian",
-        gamma=None,
-        *,
-        length_scale=None,
-        alpha="gcv",
-        random_state=None,
-    ):
-        super().__init__(
-            features,
-            sampler,
-            n_components,
-            kernel,
-            gamma,
-            length_scale=length_scale,
-            alpha=alpha,
-            random_state=random_state,
-        )
 
     @all_or_none
     def partial_fit(self, X, y, classes=None, sample_weight=None):
@@ -514,23 +423,21 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
     def alpha_(self) -> float:
         return float(self._solve().alpha[0])
 
-    def _validate_targets(self, y: np.ndarray, first: bool) -> np.ndarray:
+    def _targets(self, y):
         old = getattr(self, "classes_", y[:0])
         self.classes_ = label_set(old, y) if len(old) else label_set(y)
-        if not first and len(self.classes_) > len(old):
-            self.sums_.move_targets(
-                np.searchsorted(self.classes_, old).tolist(), len(self.classes_)
-            )
-        return y
+        if hasattr(self, "sums_") and len(self.classes_) > len(old):
+            self.sums_ = copy(self.sums_)
+            places = np.searchsorted(self.classes_, old).tolist()
+            self.sums_.move_targets(places, len(self.classes_))
+        return super()._targets(y)
 
-    def _columns_of(self, y: np.ndarray) -> np.ndarray:
-        return np.eye(len(self.classes_))[np.searchsorted(self.classes_, y)]
+    def _begin(self, X, weight, targets):
+        super()._begin(X, weight, np.zeros_like(targets))
 
-    def _origin(self, targets: Tensor) -> Tensor:
-        return torch.zeros(targets.shape[1], dtype=torch.float64)
-
-    def _keep(self, X, y: np.ndarray, weight: np.ndarray) -> None:
-        """Store evenly spaced rows, at most CALIBRATION_ROWS: every row, every second, ..."""
+    def _add_rows(self, X, y, targets, weight):
+        """Store evenly spaced rows too, at most CALIBRATION_ROWS: every row, every second, ..."""
+        super()._add_rows(X, y, targets, weight)
         before = self.rows_ - len(y)
         if before == 0:
             self._stride = 1
@@ -557,23 +464,23 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         X, y, weight = self._kept
         if len(np.unique(y)) < 2:
             raise ValueError(f"y: one class only ({y[0]}) so far; expected at least two")
-        scores = solution.leave_one_out(self._features(X), torch.from_numpy(self._columns_of(y)))
+        targets = torch.from_numpy(super()._targets(y))
+        scores = solution.leave_one_out(self._features(X), targets)
         # scores sum to 1, which serves as the intercept
         fitted = LogisticRegression(
             C=SOFTNESS, solver="newton-cholesky", tol=1e-10, fit_intercept=False
         )
-        slopes = fitted.fit(scores.numpy(), y, weight).coef_  # (K, C)
+        slopes = fitted.fit(
+            scores.numpy(), y, weight
+        ).coef_  # (K, C), or (1, C) of the second class
         offsets = np.zeros(len(slopes))
         if len(self.classes_) > 2:
-            if len(slopes) == 1:
-                slopes = np.concatenate([0 * slopes, slopes])
-                offsets = np.zeros(2)
-            # classes without rows get probability 0
-            seen = np.isin(self.classes_, fitted.classes_)
-            all_slopes = np.zeros((len(self.classes_), slopes.shape[1]))
-            all_slopes[seen] = slopes
-            slopes = all_slopes
-            offsets = np.where(seen, 0.0, -np.inf)
+            seen = np.searchsorted(self.classes_, fitted.classes_)
+            slopes_seen = slopes
+            slopes = np.zeros((len(self.classes_), slopes.shape[1]))
+            slopes[seen[-len(slopes_seen) :]] = slopes_seen
+            offsets = np.full(len(slopes), -np.inf)  # classes without rows get probability 0
+            offsets[seen] = 0
         weights = slopes @ solution.coefficients.T.numpy()
         self._linear = (weights, slopes @ solution.intercept.numpy() + offsets)
         return solution

@@ -7,7 +7,7 @@ Features are represented as value * exp(log_scale), so that attention can stabil
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -41,6 +41,11 @@ class Features(NamedTuple):
         """Return the features as one tensor pair; blocks.py overrides this for blocks."""
         return self
 
+    def expanded(self) -> "Features":
+        """Return the features with both tensors of shape (..., L, M) and of one dtype."""
+        value = self.value.to(self.log_scale)
+        return Features(*torch.broadcast_tensors(value, self.log_scale))
+
     def exp(self) -> Tensor:
         """Return phi (..., L, M), including the factor 1/sqrt(m).
 
@@ -50,6 +55,23 @@ class Features(NamedTuple):
         if self.value is ONE:
             return phi
         return self.value * phi
+
+
+def concatenate(parts: Sequence[Features]) -> Features:
+    """Return the features of all parts as one, (..., L, sum of M)."""
+    if len(parts) == 1:
+        return parts[0]
+    values, logs = zip(*(part.expanded() for part in parts))
+    return Features(torch.cat(values, -1), torch.cat(logs, -1))
+
+
+def outer(one: Features, other: Features) -> Features:
+    """Return all products of two features; (i, j) has index i * M2 + j."""
+    value, log_scale = one.expanded()
+    other_value, other_log = other.expanded()
+    products = value.unsqueeze(-1) * other_value.unsqueeze(-2)
+    logs = log_scale.unsqueeze(-1) + other_log.unsqueeze(-2)
+    return Features(products.flatten(-2), logs.flatten(-2))
 
 
 class BoundMap(NamedTuple):
@@ -132,7 +154,7 @@ class FeatureMap:
     learned = False  # the projections are always parameters of the layer
     transforms_inputs = False  # whether the exponent is that of transformed queries and keys
     trainable = False  # a layer can train the parameters and projections (attention.learn)
-    fitted = False  # `fit` uses statistics; if False, call `fit(None)`
+    fixed = ""  # option whose value, unless it is None, replaces the fit
     # `fit` uses the vectors themselves, so an attention layer fits once and stores the result. Such a map also defines
     # `unfitted` and `until_fitted`, which describes the parameters before the fit.
     on_vectors = False
@@ -145,6 +167,11 @@ class FeatureMap:
 
     def __post_init__(self):
         check_values("", type(self), vars(self))
+
+    @property
+    def fitted(self) -> bool:
+        """Whether `fit` uses statistics; if False, call `fit(None)`."""
+        return self.fixed != "" and getattr(self, self.fixed) is None
 
     @property
     def one_map(self) -> bool:
@@ -238,15 +265,18 @@ class FeatureMap:
         """Return the log of the estimated kernel; x and y (..., d) broadcast."""
         return log_kernel(self.kernel, x, y)
 
+    def log_relative_variance(self, x: Tensor, y: Tensor, params: Params = ()) -> Tensor:
+        """Return log(Var Z / (E Z)^2) of the estimate Z from one projection, float64."""
+        return log_expm1(self.log_relative_second_moment(x.double(), y.double(), params))
+
     def log_variance(self, x: Tensor, y: Tensor, params: Params = ()) -> Tensor:
         """Return the log variance with one projection, in nats, float64.
 
         The shape is that of x[..., 0] broadcast with y[..., 0]. The value is -inf for variance zero and +inf for
         infinite variance. With m i.i.d. projections the variance is divided by m.
         """
-        x = x.double()
-        y = y.double()
-        return 2 * self.log_kernel(x, y) + log_expm1(self.log_relative_second_moment(x, y, params))
+        log_kernel = self.log_kernel(x.double(), y.double())
+        return 2 * log_kernel + self.log_relative_variance(x, y, params)
 
 
 def distinct(requests: Nested) -> list[Projections]:
@@ -270,10 +300,17 @@ def fit_sets(stats: Any, fit: Callable[[Tensor, Tensor], Any]) -> Any:
     batch, xs = stats.x.sets()
     ys = stats.y.sets()[1]
     entries = [fit(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
-    fields = []
-    for values in zip(*entries):
-        fields.append(torch.stack(values).reshape(*batch, *values[0].shape))
-    return entries[0]._make(fields)
+    return map_leaves(lambda t: t.reshape(*batch, *t.shape[1:]), stack_params(entries))
+
+
+def stack_params(entries: list[Any]) -> Any:
+    """Return named tuples of tensors as one, with their fields stacked."""
+    return type(entries[0])(*map(torch.stack, zip(*entries)))
+
+
+def scalar(value: float) -> Tensor:
+    """Return a fixed parameter (1, 1), float64."""
+    return torch.tensor([[float(value)]], dtype=torch.float64)
 
 
 def align(param: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -285,6 +322,27 @@ def broadcast_matrix(M: Tensor, ndim: int) -> Tensor:
     """Reshape a matrix (*batch, k, d) to broadcast with vectors of `ndim` dimensions."""
     ones = [1] * (ndim + 1 - M.ndim)
     return M.reshape(*M.shape[:-2], *ones, *M.shape[-2:])
+
+
+def check_dimension(name: str, t: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless rows t (..., d) and vectors x (..., d) have equal dimensions."""
+    if t.shape[-1] != x.shape[-1]:
+        raise ValueError(f"{name}: {t.shape[-1]} dimensions, expected {x.shape[-1]} as the vectors")
+
+
+def cos_sin(phase: Tensor, key: bool = False) -> Tensor:
+    """Return [cos, sin] of phases (..., m), or [cos, -sin] for keys."""
+    sine = phase.sin()
+    if key:
+        sine = -sine
+    return torch.cat([phase.cos(), sine], -1)
+
+
+def both_signs(offset: Tensor, projected: Tensor, antithetic: bool) -> Tensor:
+    """Return offset + projected, followed by offset - projected if antithetic."""
+    if antithetic:
+        return torch.cat([offset + projected, offset - projected], -1)
+    return offset + projected
 
 
 def log_expm1(t: Tensor) -> Tensor:

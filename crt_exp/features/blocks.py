@@ -22,11 +22,16 @@ from crt_exp.features.base import (
     Features,
     align,
     all_true,
+    check_dimension,
     check_finite,
+    concatenate,
+    cos_sin,
+    outer,
+    scalar,
     values_readable,
 )
 from crt_exp.features.statistics import Statistics, angle
-from crt_exp.samplers.noise import Noise, at_least_float32, match_float64
+from crt_exp.samplers.noise import Noise, at_least_float32, map_leaves, match_float64
 from crt_exp.validation import Positive
 
 LEAST = 1e-3  # limit of sigma r; lambda tends to 0 / 0 below it
@@ -44,10 +49,6 @@ class InBlocks(FeatureMap):
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
         return torch.nn.functional.softplus(self.log_relative_variance(x, y, params))
-
-    def log_variance(self, x, y, params) -> Tensor:
-        log_kernel = self.log_kernel(x.double(), y.double())
-        return 2 * log_kernel + self.log_relative_variance(x, y, params)
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,7 @@ class Block:
         return top[..., : self.base.log_scale.shape[-1], :].mT
 
     def dense(self) -> Features:
-        value, log_scale = torch.broadcast_tensors(
-            self.base.value.to(self.base.log_scale), self.base.log_scale
-        )
-        value = self.weight.unsqueeze(-1) * value.unsqueeze(-2)
-        log_scale = log_scale.unsqueeze(-2).expand(value.shape)
-        return Features(value.flatten(-2), log_scale.flatten(-2))
+        return outer(Features(self.weight, self.weight.new_zeros(())), self.base)
 
 
 @dataclass(frozen=True)
@@ -147,11 +143,7 @@ class Blocks:
 
     def dense(self) -> Features:
         """Return the features."""
-        parts = [part.dense() for part in self.parts]
-        if len(parts) == 1:
-            return parts[0]
-        values, logs = zip(*parts)
-        return Features(torch.cat(values, -1), torch.cat(logs, -1))
+        return concatenate([part.dense() for part in self.parts])
 
 
 @dataclass(frozen=True)
@@ -283,18 +275,16 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
     sigma: Positive | None = None
     r: Positive | None = None
 
+    fixed = "r"
+
     def __post_init__(self):
         super().__post_init__()
         if self.sigma is not None and self.r is not None:
             check_product(self.sigma * self.r)
 
-    @property
-    def fitted(self) -> bool:
-        return self.r is None
-
     def fit(self, stats: Statistics) -> GaussianParams:
         if self.r is not None:
-            r = torch.tensor([[float(self.r)]], dtype=torch.float64)
+            r = scalar(self.r)
         else:
             r = check_finite((stats.mean_norms / 2).sqrt(), "r")[..., None, None]
         if self.sigma is not None:
@@ -314,26 +304,60 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
         size = (params.norm * projected.shape[-1]).rsqrt().to(projected)
         if not key:
             size = -size
-        return torch.cat([phase.cos(), phase.sin()], -1) * size
+        return cos_sin(phase) * size
 
     def mean(self, x, y, params):
-        sigma, norm = self._aligned(x, y, params)
-        return -torch.expm1(-sigma.square() * _sq_distance(x, y) / 2) / norm
+        exponent, norm = self._exponent(x, y, params)
+        return -torch.expm1(exponent / 2) / norm
 
     def variance(self, x, y, params):
-        sigma, norm = self._aligned(x, y, params)
-        return (torch.expm1(-sigma.square() * _sq_distance(x, y)) / norm).square() / 2
+        exponent, norm = self._exponent(x, y, params)
+        return (torch.expm1(exponent) / norm).square() / 2
 
-    def _aligned(self, x: Tensor, y: Tensor, params: GaussianParams) -> list[Tensor]:
-        return [align(t.double(), x, y)[..., 0] for t in params]
+    def _exponent(self, x: Tensor, y: Tensor, params: GaussianParams) -> tuple[Tensor, Tensor]:
+        """Return -sigma^2 |x - y|^2 and varrho, to broadcast with the pairs."""
+        sigma, norm = (align(t.double(), x, y)[..., 0] for t in params)
+        distance = (x.double() - y.double()).square().sum(-1)
+        return -sigma.square() * distance, norm
 
 
 @dataclass(frozen=True)
-class GaussianCoefficient(Coefficient):
+class DistanceCoefficient(Coefficient):
+    """Base class of coefficients lambda = exp(-|u - w|^2 / 2) with u and w linear in x and y.
+
+    The estimate uses n trigonometric projections. It may be negative and is not clipped.
+    """
+
+    has_constant = False
+
+    @abstractmethod
+    def scaled(self, x: Tensor, params, key: bool) -> Tensor:
+        """Return u of queries or w of keys x (..., d)."""
+
+    def rho(self, x, noise, params, key):
+        noise = match_float64(noise, x.dtype)
+        phase = noise.project(self.scaled(at_least_float32(x), params, key))
+        return cos_sin(phase) / math.sqrt(noise.m)
+
+    def difference(self, x: Tensor, y: Tensor, params) -> Tensor:
+        """Return u - w for each pair, float64 (..., d)."""
+        params = map_leaves(lambda t: align(t.double(), x, y), params)
+        u = self.scaled(x.double(), params, key=False)
+        return u - self.scaled(y.double(), params, key=True)
+
+    def mean(self, x, y, params=()):
+        return torch.exp(-self.difference(x, y, params).square().sum(-1) / 2)
+
+    def variance(self, x, y, params=()):
+        return torch.expm1(-self.difference(x, y, params).square().sum(-1)).square() / 2
+
+
+@dataclass(frozen=True)
+class GaussianCoefficient(DistanceCoefficient):
     """The coefficient lambda = exp(-|x + M y|^2 / (2 c^2)) (HRF eq. (20)).
 
     It is large where x is near -M y. Combine it with a base that is exact there: M = 1 with positive features, M = -1
-    with trigonometric features. The estimate may be negative and is not clipped.
+    with trigonometric features.
 
     Args:
         M: a real number, or the d numbers of a diagonal.
@@ -345,7 +369,6 @@ class GaussianCoefficient(Coefficient):
 
     M: Any = 1.0
     c: Positive = 1.0
-    has_constant = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -355,29 +378,11 @@ class GaussianCoefficient(Coefficient):
                 f"M={self.M!r}: expected a real number, or d real numbers for a diagonal"
             )
 
-    def rho(self, x, noise, params, key):
-        noise = match_float64(noise, x.dtype)
-        x = at_least_float32(x)
-        if key:
-            x = -self._times_m(x)
-        phase = noise.project(x / self.c)
-        return torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(noise.m)
-
-    def mean(self, x, y, params=()):
-        return torch.exp(-_sq_distance(x, -self._times_m(y.double())) / (2 * self.c**2))
-
-    def variance(self, x, y, params=()):
-        distance = _sq_distance(x, -self._times_m(y.double()))
-        return torch.expm1(-distance / self.c**2).square() / 2
-
-    def _times_m(self, x: Tensor) -> Tensor:
-        """Return M x for x (..., d)."""
+    def scaled(self, x, params, key):
         M = torch.as_tensor(self.M, dtype=x.dtype, device=x.device)
-        if M.ndim and len(M) != x.shape[-1]:
-            raise ValueError(
-                f"M: {len(M)} entries for vectors of {x.shape[-1]} dimensions; expected equal numbers"
-            )
-        return M * x
+        if M.ndim:
+            check_dimension("M", M, x)
+        return (-M * x if key else x) / self.c
 
 
 def check_product(product: float) -> None:
@@ -392,7 +397,3 @@ def column(constant: Tensor | float, like: Tensor, key: bool) -> Tensor:
     if not key:
         size = torch.where(constant < 0, -size, size)
     return size.expand(like[..., :1].shape)
-
-
-def _sq_distance(x: Tensor, y: Tensor) -> Tensor:
-    return (x.double() - y.double()).square().sum(-1)

@@ -18,7 +18,7 @@ from scipy.special import hyp1f1
 from torch import Tensor
 
 from crt_exp.features import GERF, SMREG, FeatureMap, TrigRF
-from crt_exp.features.base import align, log_expm1
+from crt_exp.features.base import align
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.features.statistics import log_0f1
@@ -44,7 +44,7 @@ def ensemble_log_variance(
     """
     x = x.double()
     y = y.double()
-    log_one = log_expm1(phi.log_relative_second_moment(x, y, params))
+    log_one = phi.log_relative_variance(x, y, params)
     covariance, log_unit = relative_covariance(phi, x, y, params, ensemble)
     top = torch.maximum(log_one, log_unit)
     weight = _pairs_per_row(m, x.shape[-1])

@@ -6,7 +6,6 @@ in closed form. Feature blocks are in the order (i, j).
 `fit` runs k-means on the vectors. An attention layer fits once and stores the clusters.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,13 +17,18 @@ from crt_exp.features.base import (
     BoundMap,
     FeatureMap,
     Features,
-    align,
     broadcast_matrix,
+    check_dimension,
     check_finite,
     fit_sets,
-    log_expm1,
 )
-from crt_exp.features.blocks import Blocks, Coefficient, InBlocks, select_cluster, take_rows
+from crt_exp.features.blocks import (
+    Blocks,
+    DistanceCoefficient,
+    InBlocks,
+    select_cluster,
+    take_rows,
+)
 from crt_exp.features.complex_exponential import (
     CERF,
     Diagonal,
@@ -33,10 +37,9 @@ from crt_exp.features.complex_exponential import (
     diagonal_by_moments,
     exponential,
 )
-from crt_exp.features.exponential import HypRF, PosRF, TrigRF, log_mean_exp2
-from crt_exp.features.hybrid import HybridMap
+from crt_exp.features.hybrid import BASES, HybridMap
 from crt_exp.features.statistics import Statistics
-from crt_exp.samplers.noise import Noise, at_least_float32, match_float64, no_autocast
+from crt_exp.samplers.noise import Noise, at_least_float32, map_leaves, no_autocast
 from crt_exp.validation import Count, Positive
 
 SEED = 0  # random state of k-means
@@ -46,7 +49,7 @@ STARTS = 4  # initialisations of k-means
 class Clusters(NamedTuple):
     """Cluster centres, and the diagonal M of each pair of clusters.
 
-    The entries of M are `size`, times i where `imaginary` is 1.
+    The entries of M are those of `Diagonal`.
     """
 
     queries: Tensor  # (..., I, d)
@@ -83,7 +86,7 @@ class ClusteredMap(InBlocks):
     def pairs(self) -> int:
         return self.queries * self.keys
 
-    def clusters(self, stats: Statistics) -> Clusters:
+    def fit(self, stats: Statistics) -> Clusters:
         """Run k-means for each batch entry and return the clusters.
 
         Raises:
@@ -107,7 +110,7 @@ class ClusteredMap(InBlocks):
         size = M.size.expand(shape).flatten(0, 1)
         return Clusters(r, t, size, M.imaginary.expand(shape).flatten(0, 1).double())
 
-    def initial_clusters(self, d: int) -> Clusters:
+    def unfitted(self, d: int) -> Clusters:
         """Return initial clusters with M = 1 for all pairs, so that every base is PosRF."""
         counts = (self.queries, self.keys, self.pairs, self.pairs)
         r, t, size, imaginary = (torch.zeros(n, d, dtype=torch.float64) for n in counts)
@@ -129,12 +132,6 @@ class ClusteredHybrid(ClusteredMap):
         columns = 2 * m if self.field == "complex" else m
         return self.pairs * columns
 
-    def fit(self, stats: Statistics) -> Clusters:
-        return self.clusters(stats)
-
-    def unfitted(self, d: int) -> Clusters:
-        return self.initial_clusters(d)
-
     def admitted(self, params: Clusters) -> Clusters:
         return params._replace(imaginary=params.imaginary.round())
 
@@ -148,16 +145,18 @@ class ClusteredHybrid(ClusteredMap):
         of_keys = ClusteredSide(self, noise, params.keys, key_size, key_imaginary, key=True)
         return BoundMap(of_queries.features, of_keys.features)
 
-    def log_relative_variance(self, x: Tensor, y: Tensor, params: Clusters, m: int = 1) -> Tensor:
-        """Return log(Var / K^2) of the active base, with m i.i.d. projections."""
+    def log_relative_variance(self, x: Tensor, y: Tensor, params: Clusters) -> Tensor:
+        """Return log(Var / K^2) of the active base."""
         x = x.double()
         y = y.double()
-        r = nearest(x, _paired(params.queries, x, y))
-        t = nearest(y, _paired(params.keys, x, y))
+        check_dimension("cluster centres", params.queries, x)
+        clusters = map_leaves(lambda t: broadcast_matrix(t.double(), max(x.ndim, y.ndim)), params)
+        r = nearest_centre(x.unsqueeze(-2), clusters.queries)
+        t = nearest_centre(y.unsqueeze(-2), clusters.keys)
         pair = r * self.keys + t
-        size = _row(_paired(params.size, x, y), pair)
-        imaginary = _row(_paired(params.imaginary, x, y), pair)
-        return log_expm1(_log_second_moment(x, y, size, imaginary)) - math.log(m)
+        size = torch.take_along_dim(clusters.size, pair, -2)
+        M = Diagonal(size, torch.take_along_dim(clusters.imaginary, pair, -2))
+        return CERF(self.kernel).log_relative_variance(x, y, M)
 
 
 class ClusteredSide:
@@ -189,7 +188,7 @@ class ClusteredSide:
 
     def features(self, x: Tensor) -> Blocks:
         self.noise.check(x)
-        check_dimension(self.centres, x)
+        check_dimension("cluster centres", self.centres, x)
         x = at_least_float32(x)
         cluster = nearest_centre(x, self.centres)  # (..., L, 1)
         re = self._scaled(x, cluster, self.re)  # (..., others L, d)
@@ -213,49 +212,18 @@ class ClusteredSide:
         return t.unflatten(-2, (self.others, -1)).movedim(-3, -2).flatten(-2)
 
 
-class PairParams(NamedTuple):
-    """Diagonal M of the base of one pair of clusters, with real or imaginary entries."""
-
-    size: Tensor  # (..., 1, d)
-    imaginary: Tensor  # (..., 1, d), 0 or 1
-
-    @property
-    def M(self) -> Tensor:
-        return Diagonal(self.size, self.imaginary > 0).matrix
-
-
 @dataclass(frozen=True)
-class PairCoefficient(Coefficient):
+class PairCoefficient(DistanceCoefficient):
     """The coefficient lambda = exp(-|M x + M^-T y|^2 / (2 tau^2)) (HRF eq. (93)).
 
-    Imaginary entries of M enter with their modulus. lambda is 1 where the base of the pair is exact. The estimate uses
-    n trigonometric projections of the transformed vectors.
+    Imaginary entries of M enter with their modulus. lambda is 1 where the base of the pair is exact.
     """
 
     tau: Positive = 1.0
-    has_constant = False
 
-    def rho(self, x, noise, params, key):
-        noise = match_float64(noise, x.dtype)
-        x = at_least_float32(x)
+    def scaled(self, x, params: Diagonal, key):
         factor = (2 * params.imaginary - 1) / params.size if key else params.size
-        phase = noise.project(x * (factor / self.tau).to(x))
-        return torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(noise.m)
-
-    def between(self, x: Tensor, y: Tensor, params: PairParams) -> Tensor:
-        """Return v (..., d) with lambda = exp(-|v|^2 / 2)."""
-        size = align(params.size.double(), x, y)
-        imaginary = align(params.imaginary.double(), x, y)
-        return _signed_sum(x, y, size, imaginary) / self.tau
-
-    def mean(self, x, y, params):
-        return torch.exp(-self.between(x, y, params).square().sum(-1) / 2)
-
-    def variance(self, x, y, params):
-        return torch.expm1(-self.between(x, y, params).square().sum(-1)).square() / 2
-
-
-DEFAULTS = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF}
+        return x * (factor / self.tau).to(x)
 
 
 @dataclass(frozen=True)
@@ -294,18 +262,18 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
     def _build_components(self):
         bases: tuple[FeatureMap, ...] = (CERF(self.kernel, field=self.field),) * self.pairs
         if self.default is not None:
-            bases = (*bases, DEFAULTS[self.default](self.kernel))
+            bases = (*bases, BASES[self.default](self.kernel))
         return (self.coefficient,) * (len(bases) - 1), bases
 
     def fit(self, stats: Statistics):
-        return self._params(self.clusters(stats))
+        return self._params(super().fit(stats))
 
     def unfitted(self, d: int):
-        return self._params(self.initial_clusters(d))
+        return self._params(super().unfitted(d))
 
     def admitted(self, params):
-        def rounded(pair: PairParams | tuple) -> PairParams | tuple:
-            if isinstance(pair, PairParams):
+        def rounded(pair: Diagonal | tuple) -> Diagonal | tuple:
+            if isinstance(pair, Diagonal):
                 return pair._replace(imaginary=pair.imaginary.round())
             return pair
 
@@ -316,33 +284,22 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         pairs = []
         for k in range(self.pairs):
             row = slice(k, k + 1)
-            pairs.append(PairParams(clusters.size[..., row, :], clusters.imaginary[..., row, :]))
+            pairs.append(Diagonal(clusters.size[..., row, :], clusters.imaginary[..., row, :]))
         if self.default is None:
             return tuple(pairs[:-1]), tuple(pairs)
         return tuple(pairs), (*pairs, ())
 
-    def _moments(self, x, y, params, n):
-        """Include covariances of coefficients, which share their projections."""
-        vectors = [self.coefficient.between(x, y, p) for p in params]
-        means = [self.coefficient.mean(x, y, p) for p in params]
-        moments = []
-        remainders = []  # E lambda_k (1 - sum)
-        for mean, vector in zip(means, vectors):
-            row = []
-            for other_mean, other_vector in zip(means, vectors):
-                product = mean * other_mean
-                row.append(product + (_both_signs(vector, other_vector) - product) / n)
-            remainders.append(mean - sum(row))
-            moments.append([*row, remainders[-1]])
-        last = 1 - sum(means) - sum(remainders)
-        return [*moments, [*remainders, last]]
-
-
-def _both_signs(u: Tensor, v: Tensor) -> Tensor:
-    """Return the mean of exp(-|u - v|^2 / 2) and exp(-|u + v|^2 / 2)."""
-    difference = torch.exp(-(u - v).square().sum(-1) / 2)
-    total = torch.exp(-(u + v).square().sum(-1) / 2)
-    return (difference + total) / 2
+    def _covariances(self, x, y, params):
+        """Return those of all pairs of coefficients, which share their projections."""
+        vectors = [self.coefficient.difference(x, y, p) for p in params]
+        covariances = {}
+        for k, u in enumerate(vectors):
+            for j, v in enumerate(vectors):
+                difference = torch.exp(-(u - v).square().sum(-1) / 2)
+                total = torch.exp(-(u + v).square().sum(-1) / 2)
+                product = torch.exp(-(u.square() + v.square()).sum(-1) / 2)
+                covariances[k, j] = (difference + total) / 2 - product
+        return covariances
 
 
 # ---- clusters of vectors
@@ -390,39 +347,3 @@ def product(x: Tensor, rows: Tensor) -> Tensor:
     """Return x rows^T, (..., L, C), without autocast, for rows (..., C, d)."""
     with no_autocast(x):
         return x @ rows.mT
-
-
-def nearest(x: Tensor, centres: Tensor) -> Tensor:
-    """Return the index of the nearest of centres (..., C, d), for each x (..., d)."""
-    return (x.unsqueeze(-2) - centres).square().sum(-1).argmin(-1)
-
-
-def check_dimension(centres: Tensor, x: Tensor) -> None:
-    d = x.shape[-1]
-    if centres.shape[-1] != d:
-        raise ValueError(
-            f"cluster centres: {centres.shape[-1]} dimensions, expected {d} as the vectors"
-        )
-
-
-def _paired(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Reshape (*batch, C, d) to (*batch, 1, ..., 1, C, d) to broadcast with pairs."""
-    check_dimension(rows, x)
-    return broadcast_matrix(rows.double(), max(x.ndim, y.ndim))
-
-
-def _row(rows: Tensor, index: Tensor) -> Tensor:
-    """Return the row of each pair: (..., C, d) and (...) -> (..., d)."""
-    return torch.take_along_dim(rows, index[..., None, None], -2).squeeze(-2)
-
-
-def _log_second_moment(x: Tensor, y: Tensor, size: Tensor, imaginary: Tensor) -> Tensor:
-    """Return log E (Re Z)^2 / K^2 for diagonal M with real or imaginary entries."""
-    squares = _signed_sum(x, y, size, imaginary).square()
-    signs = 1 - 2 * imaginary
-    return log_mean_exp2(squares.sum(-1), (signs * squares).sum(-1))
-
-
-def _signed_sum(x: Tensor, y: Tensor, size: Tensor, imaginary: Tensor) -> Tensor:
-    """Return |M| x + |M|^-1 y, with the second sign reversed where M is imaginary."""
-    return size * x.double() + (1 - 2 * imaginary) * y.double() / size

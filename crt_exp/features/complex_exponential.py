@@ -21,8 +21,11 @@ from crt_exp.features.base import (
     FeatureMap,
     Features,
     Projections,
+    both_signs,
     broadcast_matrix,
+    check_dimension,
     check_finite,
+    cos_sin,
     log_cosh,
     values_readable,
 )
@@ -39,12 +42,12 @@ class Diagonal(NamedTuple):
     """A diagonal M (..., d) with entries `size`, or i `size` where `imaginary`."""
 
     size: Tensor
-    imaginary: Tensor  # bool
+    imaginary: Tensor  # bool, or 0 and 1
 
     @property
-    def matrix(self) -> Tensor:
+    def M(self) -> Tensor:
         """The entries of M, complex (..., d)."""
-        turn = torch.where(self.imaginary, 1j, 1.0).to(torch.complex128)
+        turn = torch.where(self.imaginary > 0, 1j, 1.0).to(torch.complex128)
         return self.size * turn
 
 
@@ -109,6 +112,7 @@ class CERF(FeatureMap):
     antithetic: bool = False
 
     one_map = False
+    fixed = "M"
 
     def __post_init__(self):
         super().__post_init__()
@@ -128,10 +132,6 @@ class CERF(FeatureMap):
             return self.field != "real"
         return self.matrix.is_complex()
 
-    @property
-    def fitted(self) -> bool:
-        return self.matrix is None
-
     def width(self, m: int) -> int:
         return m * 2 ** (self.is_complex + self.antithetic)
 
@@ -146,7 +146,7 @@ class CERF(FeatureMap):
         field: Field = "complex" if self.is_complex else "real"
         best = diagonal_by_moments(x.mean, x.mean_sq, y.mean, y.mean_sq, field)
         check_finite(best.size, "M")
-        M = best.matrix if self.is_complex else best.size
+        M = best.M if self.is_complex else best.size
         return CERFParams(M.unsqueeze(-2))
 
     def bind(self, noise: Noise, params: CERFParams) -> BoundMap:
@@ -254,23 +254,12 @@ def exponential(
         half = sq_norm(re) / 2 if im is None else (sq_norm(re) - sq_norm(im)) / 2
     count = 2 * noise.m if antithetic else noise.m
     offset = base - half - math.log(count) / 2
-    log_scale = _both_signs(offset, noise.project(re), antithetic)
+    log_scale = both_signs(offset, noise.project(re), antithetic)
     if im is None:
         return Features(ONE, log_scale)
     turn = (re * im).sum(-1, keepdim=True)
-    phase = _both_signs(-turn, noise.project(im), antithetic)
-    sine = phase.sin()
-    if key:
-        sine = -sine
-    value = torch.cat([phase.cos(), sine], -1)
-    return Features(value, torch.cat([log_scale, log_scale], -1))
-
-
-def _both_signs(offset: Tensor, projected: Tensor, antithetic: bool) -> Tensor:
-    """Return offset + projected, followed by offset - projected if antithetic."""
-    if antithetic:
-        return torch.cat([offset + projected, offset - projected], -1)
-    return offset + projected
+    phase = both_signs(-turn, noise.project(im), antithetic)
+    return Features(cos_sin(phase, key), torch.cat([log_scale, log_scale], -1))
 
 
 def inverse_transposed(M: Tensor) -> Tensor:
@@ -308,7 +297,6 @@ def _matrix(M: Any) -> Tensor:
 
 def _for_dimension(M: Tensor, x: Tensor) -> Tensor:
     """Return M; raise ValueError if its dimension differs from that of x (..., d)."""
-    d = x.shape[-1]
-    if M.shape[-1] != d and M.shape[-2:] != (1, 1):
-        raise ValueError(f"M: {M.shape[-1]} dimensions, expected {d} as the vectors")
+    if M.shape[-2:] != (1, 1):
+        check_dimension("M", M, x)
     return M

@@ -31,7 +31,7 @@ from crt_exp.features.base import (
     align,
     check_finite,
     fit_sets,
-    log_cosh,
+    scalar,
     values_readable,
 )
 from crt_exp.features.complex_exponential import apply_matrix, apply_to_pairs, inverse_transposed
@@ -39,7 +39,6 @@ from crt_exp.features.exponential import (
     OPRF,
     OPRFParams,
     PositiveExponential,
-    log_mean_exp2,
     optimal_a,
     sq_norm,
 )
@@ -62,11 +61,15 @@ class SDERFParams(NamedTuple):
     root: Tensor
     shift: Tensor | None  # (..., 1, d)
     balance: Tensor | None
+    choice: Tensor | None = None  # of AutoRF: index of the selected map, (..., 1, 1)
 
     @property
     def A(self) -> Tensor:
-        """The eigenvalues of A, (..., 1, d)."""
-        return sizes_of_a(self.root)
+        """The eigenvalues of A = (I - R^2) / 4, (..., 1, d)."""
+        sizes = self.root
+        if sizes.shape[-2] > 1:
+            sizes = torch.linalg.eigvalsh(sizes).unsqueeze(-2)
+        return (1 - sizes.square()) / 4
 
 
 @dataclass(frozen=True)
@@ -78,31 +81,25 @@ class Dense(PositiveExponential):
 
     def bind(self, noise: Noise, params: SDERFParams) -> BoundMap:
         weight = self._weight(noise, params)
-        shift = self.shift(params)
 
         def phi(x: Tensor, G: Tensor | None) -> Features:
-            return self._phi(self._moved(x, G, shift), noise, weight)
+            return self._phi(self._moved(x, G, params.shift), noise, weight)
 
         phi_q = partial(phi, G=params.balance)
         if params.balance is None:
             return BoundMap(phi_q, phi_q)
         return BoundMap(phi_q, partial(phi, G=inverse_transposed(params.balance)))
 
-    def shift(self, params: SDERFParams) -> Tensor | None:
-        """Return the h that is subtracted from the vectors, or None."""
-        return params.shift
-
     def transform_inputs(
         self, x: Tensor, params: SDERFParams, key: bool = False, factor: float = 1.0
     ) -> tuple[Tensor, float]:
         """Map factor * x to the vector in the formula of phi, and the remaining factor."""
         G = params.balance
-        shift = self.shift(params)
-        if G is None and shift is None:
+        if G is None and params.shift is None:
             return x, factor
         if key and G is not None:
             G = inverse_transposed(G)
-        return self._moved(x, G, shift, factor), 1.0
+        return self._moved(x, G, params.shift, factor), 1.0
 
     def _moved(self, x: Tensor, G: Tensor | None, h: Tensor | None, factor: float = 1.0) -> Tensor:
         """Return factor G x - h, or factor x - h/2 for the Gaussian kernel."""
@@ -120,9 +117,8 @@ class Dense(PositiveExponential):
         if self.antithetic:
             rows = torch.cat([rows, -rows], -2)
             bias = torch.cat([bias, bias], -1)
-        shift = self.shift(params)
-        if shift is not None and self.kernel == "softmax":
-            h = shift.to(rows)
+        if params.shift is not None and self.kernel == "softmax":
+            h = params.shift.to(rows)
             bias = torch.add(bias, (rows * h).sum(-1).unsqueeze(-2), alpha=1 / 2)
             bias = torch.add(bias, sq_norm(h), alpha=1 / 4)
         return rows, None, bias
@@ -136,19 +132,7 @@ class Dense(PositiveExponential):
         log_width = math.log(self.width(noise.m))
         return torch.rsub(log_det, -log_width / 2, alpha=-1 / 2).to(noise.sq_norm)
 
-    # ---- exact errors
-
-    def log_relative_second_moment(self, x, y, params) -> Tensor:
-        s, size = self._principal(x.double(), y.double(), params)
-        log_rho = -torch.log1p(2 * (size - 1) * (size + 1))  # 1 - 8a = 2 size^2 - 1
-        log_alpha = log_cosh(log_rho / 2).sum(-1)
-        same_sign = log_alpha + (log_rho.exp() * s.square()).sum(-1)
-        if not self.antithetic:
-            return same_sign
-        return log_mean_exp2(same_sign, log_alpha - s.square().sum(-1))
-
-    def _principal(self, x: Tensor, y: Tensor, params: SDERFParams) -> tuple[Tensor, Tensor]:
-        """Return s - h in principal directions and the eigenvalues of R, (..., d) each."""
+    def _principal(self, x, y, params):
         R = params.root.double()
         ndim = max(x.ndim, y.ndim)
         if params.balance is not None:
@@ -156,14 +140,14 @@ class Dense(PositiveExponential):
             x = apply_to_pairs(x, G, ndim)
             y = apply_to_pairs(y, inverse_transposed(G), ndim)
         s = x + y
-        shift = self.shift(params)
-        if shift is not None:
-            s = s - align(shift.double(), x, y)
+        if params.shift is not None:
+            s = s - align(params.shift.double(), x, y)
         if R.shape[-2] > 1:
             sizes, Q = torch.linalg.eigh(R)
             s = apply_to_pairs(s, Q.mT, ndim)
             R = sizes.unsqueeze(-2)
-        return s, align(R, x, y)
+        size = align(R, x, y)
+        return s, -torch.log1p(2 * (size - 1) * (size + 1))  # 1 - 8a = 2 size^2 - 1
 
 
 @dataclass(frozen=True)
@@ -289,12 +273,6 @@ def rotate_moment(spread: Tensor, G: Tensor) -> Tensor:
     return spread * G.square() if G.shape[-2] == 1 else G @ spread @ G.mT
 
 
-def sizes_of_a(root: Tensor) -> Tensor:
-    """Return the eigenvalues of A = (I - R^2) / 4, (..., 1, d)."""
-    sizes = root if root.shape[-2] == 1 else torch.linalg.eigvalsh(root).unsqueeze(-2)
-    return (1 - sizes.square()) / 4
-
-
 def optimal_root(spread: Tensor) -> Tensor:
     """Return R of the A of least mean log second moment, for eigenvalues (CRT eq. (7))."""
     return torch.rsub(optimal_a(spread.clamp(min=0)), 1, alpha=4).sqrt()
@@ -317,8 +295,10 @@ def balance(x: Tensor, y: Tensor) -> Tensor:
     if x.shape[-2] == 1:
         return ((y + ridge) / (x + ridge)) ** 0.25
     unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    # scaled by the ridge to avoid underflow
-    factor = _cholesky(torch.addcdiv(unit, x, ridge))
+    # Scaled by the ridge to avoid underflow. Only CPUs check that the matrix is positive definite, as other devices
+    # would wait for the result.
+    scaled = torch.addcdiv(unit, x, ridge)
+    factor = torch.linalg.cholesky_ex(scaled, check_errors=values_readable(x)).L
     middle = factor.mT @ torch.addcdiv(unit, y, ridge) @ factor
     sizes, Q = torch.linalg.eigh(middle)
     half = Q * sizes.clamp(min=1e-300).pow(1 / 4).unsqueeze(-2)
@@ -326,32 +306,10 @@ def balance(x: Tensor, y: Tensor) -> Tensor:
     return matrix_function(half @ half.mT, lambda sizes: sizes.clamp(min=1e-12).sqrt())
 
 
-def _cholesky(M: Tensor) -> Tensor:
-    """Return the Cholesky factor; only CPUs check that M is positive definite.
-
-    The check of another device would wait for the result.
-    """
-    return torch.linalg.cholesky_ex(M, check_errors=values_readable(M)).L
-
-
 def _mean_size(M: Tensor) -> Tensor:
     """Return the mean diagonal entry, (..., 1, 1)."""
     sizes = M if M.shape[-2] == 1 else M.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     return sizes.mean(-1, keepdim=True)
-
-
-class AutoParams(NamedTuple):
-    """Parameters of SDERF without None, and the index of the selected map."""
-
-    root: Tensor
-    shift: Tensor
-    balance: Tensor
-    choice: Tensor  # (..., 1, 1)
-
-    @property
-    def A(self) -> Tensor:
-        """The eigenvalues of A, (..., 1, d)."""
-        return sizes_of_a(self.root)
 
 
 @dataclass(frozen=True)
@@ -390,14 +348,13 @@ class AutoRF(Dense):
             maps["sderf"] = SDERF(self.kernel, self.antithetic)
         return maps
 
-    def unfitted(self, d: int) -> AutoParams:
-        zero = torch.zeros(1, 1, dtype=torch.float64)
-        return as_dense(OPRFParams(zero), d, zero)
+    def unfitted(self, d: int) -> SDERFParams:
+        return as_dense(OPRFParams(scalar(0)), d, scalar(0))
 
-    def fit(self, stats: Statistics) -> AutoParams:
+    def fit(self, stats: Statistics) -> SDERFParams:
         return fit_sets(stats, self._select)
 
-    def _select(self, x: Tensor, y: Tensor) -> AutoParams:
+    def _select(self, x: Tensor, y: Tensor) -> SDERFParams:
         """Return the parameters for queries (L, d) and keys (S, d)."""
         candidates = list(self.candidates(x.shape[-1]).values())
         x_half, x_rest = _halves(x)
@@ -412,14 +369,15 @@ class AutoRF(Dense):
         params = candidates[int(choice)].fit(Statistics.of(x, y))
         return as_dense(params, x.shape[-1], choice)
 
-    def names(self, params: AutoParams) -> list[str]:
+    def names(self, params: SDERFParams) -> list[str]:
         """Return the name of the selected map of each batch entry, in order."""
+        assert params.choice is not None
         names = list(self.candidates(params.root.shape[-1]))
         return [names[int(i)] for i in params.choice.flatten()]
 
 
-def as_dense(params: OPRFParams | SDERFParams, d: int, choice: Tensor) -> AutoParams:
-    """Return equal SDERF parameters without None.
+def as_dense(params: OPRFParams | SDERFParams, d: int, choice: Tensor) -> SDERFParams:
+    """Return equal SDERF parameters without None, with the index of the selected map.
 
     Matrices are full (d, d) if d <= 256, else diagonal (1, d).
     """
@@ -427,7 +385,7 @@ def as_dense(params: OPRFParams | SDERFParams, d: int, choice: Tensor) -> AutoPa
         params = SDERFParams(torch.sqrt(1 - 4 * params.A).expand(1, d), None, None)
     shift = params.root.new_zeros(1, d) if params.shift is None else params.shift
     G = params.root.new_ones(1, d) if params.balance is None else params.balance
-    return AutoParams(_full(params.root), shift, _full(G), choice.double().view(1, 1))
+    return SDERFParams(_full(params.root), shift, _full(G), choice.double().view(1, 1))
 
 
 def _full(M: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ from crt_exp.features.base import (
     align,
     check_finite,
     check_gaussian,
+    scalar,
+    values_readable,
 )
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
@@ -67,11 +69,8 @@ class DiscreteRF(FeatureMap):
         """Return the counts (..., m, d) of Gaussian projections g."""
 
     @abstractmethod
-    def _log_weights(self, counts: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
-        """Return the two terms of -1/2 sum_l log(omega_l! P(omega_l)).
-
-        The first term (..., 1, m) depends on the counts; the second (..., 1, 1) is constant.
-        """
+    def _log_weights(self, counts: Tensor, rate: Tensor) -> Tensor:
+        """Return -1/2 sum_l log(omega_l! P(omega_l)), (..., 1, m)."""
 
     def fit(self, stats: Statistics) -> DiscreteParams:
         shift = self._shift(stats)
@@ -89,8 +88,8 @@ class DiscreteRF(FeatureMap):
     def _weights(self, noise: Noise, params: DiscreteParams) -> tuple[Tensor, Tensor]:
         """Return [counts, bias, 1] (..., m, d + 2), and 1/2 at odd counts (..., m, d)."""
         counts = self.counts(noise, params)  # (..., m, d)
-        of_counts, constant = self._log_weights(counts, params)
-        bias = (of_counts + constant - math.log(noise.m) / 2).mT  # (..., m, 1)
+        log_weights = self._log_weights(counts, params.rate.double().to(counts.device))
+        bias = (log_weights - math.log(noise.m) / 2).mT  # (..., m, 1)
         counts = counts.expand(*bias.shape[:-2], *counts.shape[-2:])
         weight = torch.cat([counts, bias, torch.ones_like(bias)], -1)
         dtype = noise.sq_norm.dtype
@@ -148,7 +147,7 @@ class DiscreteRF(FeatureMap):
 
 def _all_positive(x: Tensor) -> bool:
     """Whether no entry is negative; False where values cannot be read cheaply."""
-    known = x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
+    known = values_readable(x) and not transforming()
     return known and (x.numel() == 0 or bool(x.detach().amin() >= 0))
 
 
@@ -166,15 +165,12 @@ class PoisRF(DiscreteRF):
 
     rate: Positive | None = None
 
+    fixed = "rate"
     each_coordinate = False  # one rate per coordinate
-
-    @property
-    def fitted(self) -> bool:
-        return self.rate is None
 
     def _rate(self, stats, shift):
         if self.rate is not None:
-            return torch.tensor([[float(self.rate)]], dtype=torch.float64)
+            return scalar(self.rate)
         products = _mean_sq_products(stats, shift)
         if not self.each_coordinate:
             products = products.mean(-1, keepdim=True)
@@ -184,10 +180,9 @@ class PoisRF(DiscreteRF):
     def _quantile(self, g, rate):
         return poisson_quantile(g, rate.expand(*rate.shape[:-1], g.shape[-1]).squeeze(-2))
 
-    def _log_weights(self, counts, params):
-        rate = params.rate.double().to(counts.device)
+    def _log_weights(self, counts, rate):
         rate = rate.expand(*rate.shape[:-1], counts.shape[-1])
-        return -(rate.log() / 2 @ counts.mT), rate.sum(-1, keepdim=True) / 2
+        return rate.sum(-1, keepdim=True) / 2 - rate.log() / 2 @ counts.mT
 
     def log_relative_second_moment(self, x, y, params):
         """Return sum_l (lambda_l - x_l y_l)^2 / lambda_l, free of cancellation."""
@@ -224,13 +219,11 @@ class GeomRF(DiscreteRF):
 
     p: Annotated[float, Field(gt=0, lt=1)] | None = None
 
-    @property
-    def fitted(self) -> bool:
-        return self.p is None
+    fixed = "p"
 
     def _rate(self, stats, shift):
         if self.p is not None:
-            return torch.tensor([[float(self.p)]], dtype=torch.float64)
+            return scalar(self.p)
         if shift is None:
             products = stats.x.mean_abs.double() * stats.y.mean_abs.double()
         else:  # x - c > 0, so the mean of |x - c| is mean(x) - c
@@ -242,10 +235,9 @@ class GeomRF(DiscreteRF):
         """Return floor(log(1 - u) / log(1 - p)) with 1 - u = Phi(-g)."""
         return torch.floor(torch.special.log_ndtr(-g) / torch.log1p(-rate)).clamp(max=MAX_COUNT)
 
-    def _log_weights(self, counts, params):
-        p = params.rate.double().to(counts.device)
-        of_counts = -(counts * torch.log1p(-p) + torch.lgamma(counts + 1)).sum(-1) / 2
-        return of_counts.unsqueeze(-2), -counts.shape[-1] / 2 * p.log()
+    def _log_weights(self, counts, rate):
+        of_counts = (counts * torch.log1p(-rate) + torch.lgamma(counts + 1)).sum(-1)
+        return -counts.shape[-1] / 2 * rate.log() - of_counts.unsqueeze(-2) / 2
 
     def log_relative_second_moment(self, x, y, params):
         x, y = self._shifted(x, y, params)

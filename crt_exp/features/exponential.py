@@ -27,8 +27,11 @@ from crt_exp.features.base import (
     Features,
     align,
     all_true,
+    both_signs,
     check_finite,
+    cos_sin,
     log_cosh,
+    scalar,
     values_readable,
 )
 from crt_exp.features.statistics import Statistics, log_0f1
@@ -74,12 +77,16 @@ class Trigonometric(FeatureMap):
         return noise
 
     def bind(self, noise, params=()) -> BoundMap:
-        phi = partial(self._phi, noise=self.directions(noise))
+        noise = self.directions(noise)
+
+        def phi(x: Tensor) -> Features:
+            return self.of_projections(x, match_float64(noise, x.dtype).project(x))
+
         return BoundMap(phi, phi)
 
-    def _phi(self, x: Tensor, noise: Noise) -> Features:
-        phase = match_float64(noise, x.dtype).project(x)
-        return Features(torch.cat([phase.cos(), phase.sin()], -1), self._log_scale(x, phase))
+    def of_projections(self, x: Tensor, phase: Tensor) -> Features:
+        """Return the features of x (..., L, d) with projections (..., L, m)."""
+        return Features(cos_sin(phase), self._log_scale(x, phase))
 
     def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
         return torch.full_like(phase[..., :1], -math.log(phase.shape[-1]) / 2)
@@ -160,14 +167,11 @@ class PositiveExponential(FeatureMap):
         return torch.cat([rows, bias, torch.full_like(bias, -self.norm_weight)], -1)
 
     def _phi(self, x: Tensor, noise: Noise, weight: Tensor) -> Features:
-        with no_autocast(x):
-            inputs = self._inputs(x, noise)
-            return Features(ONE, inputs @ weight.to(inputs.dtype).mT)
-
-    def _inputs(self, x: Tensor, noise: Noise) -> Tensor:
         noise.check(x)
-        x = at_least_float32(x)
-        return torch.cat([x, torch.ones_like(x[..., :1]), sq_norm(x)], -1)
+        with no_autocast(x):
+            x = at_least_float32(x)
+            inputs = torch.cat([x, torch.ones_like(x[..., :1]), sq_norm(x)], -1)
+            return Features(ONE, inputs @ weight.to(x.dtype).mT)
 
     def _phi_matrix_free(
         self, x: Tensor, noise: Noise, scale: Tensor | None, bias: Tensor | float
@@ -175,14 +179,15 @@ class PositiveExponential(FeatureMap):
         x = at_least_float32(x)
         if isinstance(bias, Tensor):
             bias = bias.to(x.dtype)
-        offset = bias - self.norm_weight * sq_norm(x)
+        scaled = x
         if scale is not None:
-            x = x * scale.to(x.dtype)
-        projected = noise.project(x)
-        logs = offset + projected
-        if self.antithetic:
-            logs = torch.cat([logs, offset - projected], -1)
-        return Features(ONE, logs)
+            scaled = x * scale.to(x.dtype)
+        return self.of_projections(x, noise.project(scaled), bias)
+
+    def of_projections(self, x: Tensor, projected: Tensor, bias: Tensor | float) -> Features:
+        """Return the features of x (..., L, d) with scaled projections (..., L, m)."""
+        offset = bias - self.norm_weight * sq_norm(x)
+        return Features(ONE, both_signs(offset, projected, self.antithetic))
 
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return rows (..., M, d), scale (..., 1, 1) or None, and bias (..., 1, M).
@@ -202,17 +207,17 @@ class PositiveExponential(FeatureMap):
         return rows, scale, bias
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
-        s_plus = (x.double() + y.double()).square().sum(-1)
-        log_rho = self._log_rho(params, x, y)
-        log_alpha = x.shape[-1] * log_cosh(log_rho / 2)
-        same_sign = log_alpha + torch.exp(log_rho) * s_plus
+        s, log_rho = self._principal(x.double(), y.double(), params)
+        squares = s.square()
+        log_alpha = (log_cosh(log_rho / 2) + torch.zeros_like(s)).sum(-1)
+        same_sign = log_alpha + (log_rho.exp() * squares).sum(-1)
         if not self.antithetic:
             return same_sign
-        return log_mean_exp2(same_sign, log_alpha - s_plus)
+        return log_mean_exp2(same_sign, log_alpha - squares.sum(-1))
 
-    def _log_rho(self, params, x: Tensor, y: Tensor) -> Tensor:
-        """Return log rho, rho = 1 / (1 - 8A), to broadcast with the pairs."""
-        return torch.zeros((), dtype=torch.float64)
+    def _principal(self, x: Tensor, y: Tensor, params) -> tuple[Tensor, Tensor]:
+        """Return x + y (..., d) and log rho, rho = 1 / (1 - 8A), in principal directions of A."""
+        return x + y, torch.zeros((), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -296,20 +301,17 @@ class OPRF(PositiveExponential):
     A: Annotated[float, Field(lt=1 / 8)] | None = None
 
     until_fitted = "using A = 0"
+    fixed = "A"
     moments = ("mean", "mean_sq")
-
-    @property
-    def fitted(self) -> bool:
-        return self.A is None
 
     def fit(self, stats: Statistics) -> OPRFParams:
         if self.A is not None:
-            return OPRFParams(torch.tensor([[float(self.A)]], dtype=torch.float64))
+            return OPRFParams(scalar(self.A))
         A = check_finite(optimal_a(stats.mean_sq_sum, stats.d), "A")
         return OPRFParams(A[..., None, None])
 
     def unfitted(self, d: int) -> OPRFParams:
-        return OPRFParams(torch.zeros(1, 1, dtype=torch.float64))
+        return OPRFParams(scalar(0))
 
     def admitted(self, params: OPRFParams) -> OPRFParams:
         return OPRFParams(params.A.clamp(max=LARGEST_A))
@@ -322,9 +324,9 @@ class OPRF(PositiveExponential):
         bias = torch.addcmul(log_d, A, norms).to(norms.dtype)
         return square.sqrt(), bias
 
-    def _log_rho(self, params, x, y) -> Tensor:
+    def _principal(self, x, y, params):
         check_a(params.A)
-        return -torch.log1p(-8 * align(params.A.double(), x, y)[..., 0])
+        return x + y, -torch.log1p(-8 * align(params.A.double(), x, y))
 
 
 @dataclass(frozen=True)
@@ -350,6 +352,7 @@ class GERF(FeatureMap):
     s: Literal["auto", 1, -1] = "auto"
     A: Complex | None = None
 
+    fixed = "A"
     moments = ("mean", "mean_sq")
 
     def __post_init__(self):
@@ -361,10 +364,6 @@ class GERF(FeatureMap):
 
     def width(self, m: int) -> int:
         return 2 * m
-
-    @property
-    def fitted(self) -> bool:
-        return self.A is None
 
     def fit(self, stats: Statistics) -> GERFParams:
         if self.A is not None:
@@ -424,11 +423,7 @@ class GERF(FeatureMap):
         phase = torch.remainder(log_d.imag, 2 * math.pi).to(x.dtype)
         phase = phase + (A.imag * norms).to(x.dtype)
         phase = phase + B.imag.to(x.dtype) * projected
-        sine = phase.sin()
-        if key:
-            sine = -sine
-        value = torch.cat([phase.cos(), sine], -1)
-        return Features(value, torch.cat([log_scale, log_scale], -1))
+        return Features(cos_sin(phase, key), torch.cat([log_scale, log_scale], -1))
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
         x = x.double()

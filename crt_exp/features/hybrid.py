@@ -19,13 +19,10 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.base import (
-    ONE,
     BoundMap,
     FeatureMap,
-    Features,
     Params,
     Projections,
-    log_expm1,
 )
 from crt_exp.features.blocks import (
     AngularCoefficient,
@@ -39,9 +36,24 @@ from crt_exp.features.blocks import (
     column,
 )
 from crt_exp.features.complex_exponential import CERF
-from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF, sq_norm
+from crt_exp.features.exponential import (
+    GERF,
+    OPRF,
+    SMREG,
+    HypRF,
+    PositiveExponential,
+    PosRF,
+    TrigRF,
+)
 from crt_exp.features.statistics import Statistics
-from crt_exp.samplers.noise import DenseNoise, Nested, at_least_float32, map_leaves, share_leaf
+from crt_exp.samplers.noise import (
+    DenseNoise,
+    Nested,
+    at_least_float32,
+    leaves,
+    map_leaves,
+    share_leaf,
+)
 from crt_exp.validation import Count, Positive, Several, check_options, split_words, unknown
 
 
@@ -77,13 +89,11 @@ class HybridMap(InBlocks):
 
     @property
     def fitted(self) -> bool:
-        coefficients, bases = self.components
-        return any(part.fitted for part in (*coefficients, *bases))
+        return any(part.fitted for part in leaves(self.components))
 
     @property
     def second_moments(self) -> bool:
-        coefficients, bases = self.components
-        return any(part.second_moments for part in (*coefficients, *bases))
+        return any(part.second_moments for part in leaves(self.components))
 
     def projections(self, m: Nested) -> Nested:
         coefficients, bases = self.components
@@ -191,7 +201,7 @@ class HybridMap(InBlocks):
         moments = self._moments(x, y, params[0], n)
         logs = []
         for k, (base, p) in enumerate(bases):
-            variance = log_expm1(base.log_relative_second_moment(x, y, p))
+            variance = base.log_relative_variance(x, y, p)
             logs.append(variance + moments[k][k].log())
         spread = torch.stack(logs)
         top = spread.amax(0).clamp(min=-1e300)
@@ -211,18 +221,26 @@ class HybridMap(InBlocks):
 
         The entries sum to 1.
         """
-        parts = list(zip(self.components[0], params))
-        means = [part.mean(x, y, p) for part, p in parts]
+        coefficients, _ = self.components
+        means = [part.mean(x, y, p) for part, p in zip(coefficients, params)]
         means.append(1 - torch.as_tensor(sum(means)))
         moments = []
         for mean in means:
             moments.append([mean * other for other in means])
-        for k, (part, p) in enumerate(parts):
-            variance = part.variance(x, y, p) / n
-            moments[k][k] = moments[k][k] + variance
-            moments[k][-1] = moments[-1][k] = moments[k][-1] - variance
-            moments[-1][-1] = moments[-1][-1] + variance
+        for (k, j), value in self._covariances(x, y, params).items():
+            value = value / n
+            moments[k][j] = moments[k][j] + value
+            moments[k][-1] = moments[k][-1] - value
+            moments[-1][j] = moments[-1][j] - value
+            moments[-1][-1] = moments[-1][-1] + value
         return moments
+
+    def _covariances(self, x: Tensor, y: Tensor, params: tuple) -> dict[tuple[int, int], Tensor]:
+        """Return the covariances, not 0, of coefficients with one projection, by their numbers."""
+        variances = {}
+        for k, (part, p) in enumerate(zip(self.components[0], params)):
+            variances[k, k] = part.variance(x, y, p)
+        return variances
 
 
 BASES = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF, "oprf": OPRF, "gerf": GERF, "complex": CERF}
@@ -290,9 +308,12 @@ class Bipolar(HybridMap):
     @abstractmethod
     def coefficient(self) -> BipolarCoefficient: ...
 
+    def positive(self) -> PositiveExponential:
+        """Return the positive base."""
+        return HypRF(self.kernel) if self.base == "hyp" else PosRF(self.kernel)
+
     def _build_components(self):
-        positive = HypRF(self.kernel) if self.base == "hyp" else PosRF(self.kernel)
-        return (self.coefficient(),), (positive, TrigRF(self.kernel))
+        return (self.coefficient(),), (self.positive(), TrigRF(self.kernel))
 
     def bind(self, noise, params) -> BoundMap:
         """Bind both maps; shared projections need one matrix product."""
@@ -302,27 +323,22 @@ class Bipolar(HybridMap):
             return super().bind(noise, params)
         rows = DenseNoise(torch.cat([tau.rows(), omega.rows()], -2), gaussian=False)
         coefficient = self.coefficient()
+        positive = self.positive()
+        trigonometric = TrigRF(self.kernel)
+        _, bias = positive.affine(omega, ())
 
         def features(x: Tensor, key: bool) -> Blocks:
             tau_x, omega_x = rows.project(x).split([tau.m, omega.m], -1)
             rho = coefficient.of_projections(tau_x, params[0][0], key)
             weights = self._weights([rho], params[0], key)
-            return Blocks(tuple(map(Block, weights, self._bases(at_least_float32(x), omega_x))))
+            x = at_least_float32(x)
+            bases = (
+                positive.of_projections(x, omega_x, bias),
+                trigonometric.of_projections(x, omega_x),
+            )
+            return Blocks(tuple(map(Block, weights, bases)))
 
         return BoundMap(partial(features, key=False), partial(features, key=True))
-
-    def _bases(self, x: Tensor, omega_x: Tensor) -> tuple[Features, Features]:
-        """Return positive and trigonometric features from projections (..., L, m)."""
-        down = up = sq_norm(x) / 2
-        if self.kernel == "gaussian":
-            down = 2 * down
-            up = torch.zeros_like(up)
-        logs = omega_x
-        if self.base == "hyp":
-            logs = torch.cat([omega_x, -omega_x], -1)
-        positive = Features(ONE, logs - (down + math.log(logs.shape[-1]) / 2))
-        waves = torch.cat([omega_x.cos(), omega_x.sin()], -1)
-        return positive, Features(waves, up - math.log(omega_x.shape[-1]) / 2)
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import FeatureMap, align, check_finite, fit_sets
-from crt_exp.features.complex_exponential import apply_to_pairs, inverse_transposed
-from crt_exp.features.dense import Dense, balance
+from crt_exp.features.base import FeatureMap, check_finite, fit_sets, stack_params
+from crt_exp.features.dense import Dense, SDERFParams, balance
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers import orthogonal
@@ -52,6 +51,10 @@ class MixtureParams(NamedTuple):
     balance: Tensor  # G (..., d, d), symmetric
     centres: Tensor  # (..., m, d)
     log_weights: Tensor  # fitted log a_r + |w_r|^2 / 2, (..., 1, m)
+
+    @property
+    def shift(self) -> None:
+        """None: the centres include the shift."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,6 @@ class Mixture(Dense):
     def of_size(self, m: int) -> "Mixture":
         return replace(self, size=m)
 
-    def shift(self, params: MixtureParams) -> None:
-        """Return None: the centres include the shift."""
-
     def unfitted(self, d: int) -> MixtureParams:
         size = self._centres()
         log_weights = torch.full((1, size), -math.log(size))
@@ -131,13 +131,11 @@ class Mixture(Dense):
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
         """Return the moment exp|s - c|^2; closed form for one unbiased centre only."""
-        if self.weights == "fitted" or params.centres.shape[-2] > 1:
+        centres = params.centres
+        if self.weights == "fitted" or centres.shape[-2] > 1:
             return FeatureMap.log_relative_second_moment(self, x, y, params)
-        G = params.balance.double()
-        ndim = max(x.ndim, y.ndim)
-        x = apply_to_pairs(x.double(), G, ndim)
-        y = apply_to_pairs(y.double(), inverse_transposed(G), ndim)
-        return (x + y - align(params.centres.double(), x, y)).square().sum(-1)
+        shifted = SDERFParams(torch.ones_like(centres), centres, params.balance)
+        return super().log_relative_second_moment(x, y, shifted)
 
     # ---- fit
 
@@ -156,7 +154,7 @@ class Mixture(Dense):
         heads = []
         for queries, keys in zip(x, y, strict=True):
             heads.append(self._fit_head(queries.double(), keys.double(), causal))
-        return MixtureParams(*map(torch.stack, zip(*heads)))
+        return stack_params(heads)
 
     def _fit_head(self, x: Tensor, y: Tensor, causal: bool) -> MixtureParams:
         check_finite(sq_norm(x.float()), "mixture")

@@ -24,6 +24,8 @@ from crt_exp.features.base import (
     Params,
     Projections,
     check_gaussian,
+    concatenate,
+    outer,
 )
 from crt_exp.features.exponential import Trigonometric
 from crt_exp.features.statistics import Statistics, angle
@@ -310,16 +312,8 @@ class Composite(FeatureMap):
         return zip(self.parts, *columns)
 
 
-@dataclass(frozen=True)
-class WeightedParts(Composite):
-    """Parts with one weight each, and whether they share their projections."""
-
-    weights: tuple[float, ...] = ()
-    shared: bool = False
-
-
 @dataclass(frozen=True, init=False)
-class Sum(WeightedParts):
+class Sum(Composite):
     """Estimates sum_i weights_i K_i by concatenated features.
 
     Args:
@@ -334,6 +328,9 @@ class Sum(WeightedParts):
     32
     """
 
+    weights: tuple[float, ...] = ()
+    shared: bool = False
+
     def __init__(
         self, *parts: FeatureMap, weights: Sequence[float] | None = None, shared: bool = False
     ):
@@ -343,7 +340,8 @@ class Sum(WeightedParts):
             weights = (1.0,) * len(parts)
         if len(weights) != len(parts):
             raise ValueError(f"weights: {len(weights)}, expected {len(parts)}, one per part")
-        super().__init__(common_kernel(parts), parts, tuple(weights), shared)
+        vars(self).update(weights=tuple(weights), shared=shared)
+        super().__init__(common_kernel(parts), parts)
 
     def projections(self, m) -> Nested:
         if not self.shared:
@@ -359,10 +357,10 @@ class Sum(WeightedParts):
         scales = [math.copysign(abs(weight) ** 0.5, weight) for weight in self.weights]
 
         def phi_q(x: Tensor) -> Features:
-            return _concatenate([part.phi_q(x) for part in bound], scales)
+            return concatenate([_scaled(p.phi_q(x), scale) for p, scale in zip(bound, scales)])
 
         def phi_k(y: Tensor) -> Features:
-            return _concatenate([part.phi_k(y) for part in bound], key_scales)
+            return concatenate([_scaled(p.phi_k(y), scale) for p, scale in zip(bound, key_scales)])
 
         return BoundMap(phi_q, phi_k)
 
@@ -413,8 +411,8 @@ class Product(Composite):
             )
         first, second = self.bind_parts(noise, params)
         return BoundMap(
-            lambda x: _outer(first.phi_q(x), second.phi_q(x)),
-            lambda y: _outer(first.phi_k(y), second.phi_k(y)),
+            lambda x: outer(first.phi_q(x).dense(), second.phi_q(x).dense()),
+            lambda y: outer(first.phi_k(y).dense(), second.phi_k(y).dense()),
         )
 
     def log_kernel(self, x, y) -> Tensor:
@@ -431,28 +429,11 @@ def common_kernel(parts: Sequence[FeatureMap]) -> str:
     return min(kernels, key=lambda kernel: kernel == "softmax")
 
 
-def _full(f: Features, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return value and log_scale, both (..., L, M), multiplied by `scale`."""
-    f = f.dense()
-    value, log_scale = torch.broadcast_tensors(f.value.to(f.log_scale), f.log_scale)
+def _scaled(f: Features, scale: float) -> Features:
+    value, log_scale = f.dense()
     if scale == 0:
-        return torch.zeros_like(value), log_scale
-    return math.copysign(1.0, scale) * value, log_scale + math.log(abs(scale))
-
-
-def _concatenate(fs: list[Features], scales: list[float]) -> Features:
-    """Concatenate features, each multiplied by its scale."""
-    full = [_full(f, scale) for f, scale in zip(fs, scales)]
-    values, logs = zip(*full)
-    return Features(torch.cat(values, -1), torch.cat(logs, -1))
-
-
-def _outer(a: Features, b: Features) -> Features:
-    a_value, a_log = _full(a)
-    b_value, b_log = _full(b)
-    value = a_value[..., :, None] * b_value[..., None, :]
-    log_scale = a_log[..., :, None] + b_log[..., None, :]
-    return Features(value.flatten(-2), log_scale.flatten(-2))
+        return Features(torch.zeros_like(value), log_scale)
+    return Features(math.copysign(1.0, scale) * value, log_scale + math.log(abs(scale)))
 
 
 def _log_weighted_sum(logs: Tensor, weights: Sequence[float]) -> Tensor:

@@ -27,6 +27,7 @@ from crt_exp.nearfar.choice import (
     choose_sets,
     join_queries,
     key_moments,
+    log_number,
     one_hot,
     rows_at,
     split_blocks,
@@ -167,8 +168,7 @@ def cluster_biases(clusters: Clusters, metric: KeyMetric, level: Tensor, N: Tens
     """
     tilt = (clusters.mu * metric.tilt.unsqueeze(1)).sum(-1)
     bias = level.unsqueeze(1) - tilt + torch.log1p(clusters.tau / 2)
-    log_n = torch.where(N > MIN_WEIGHT, N.clamp(min=MIN_WEIGHT).log(), MASKED)
-    return bias + log_n.squeeze(-1)
+    return bias + log_number(N).squeeze(-1)
 
 
 def near_logits(

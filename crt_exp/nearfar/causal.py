@@ -38,10 +38,8 @@ from crt_exp.nearfar.choice import (
     KeyMetric,
     KeySets,
     Sizes,
+    choose_sets,
     exact_outputs,
-    find_centres,
-    find_largest,
-    heavy_scores,
     join_queries,
     key_moments,
     masked_mean,
@@ -195,41 +193,6 @@ class Epoch(NamedTuple):
         )
 
 
-@torch.no_grad()
-def begin_epoch(
-    y: Tensor,
-    keep: Tensor,
-    sizes: Sizes,
-    start: int,
-    stop: int,
-    metric: KeyMetric,
-) -> Epoch:
-    """Build the state at position `start` from the keys before its near window.
-
-    y (Z, .., d), keep (Z, ..). Centres come from a sample of keys: CENTRE_SAMPLES to 2 CENTRE_SAMPLES per cluster.
-    """
-    far = start - sizes.block
-    y = y[:, :far]
-    keep = keep[:, :far]
-    z = metric.transform(y, keep)
-    shifted = zero_masked(y - metric.shift, keep)
-    scores = heavy_scores(shifted, metric.root, 0.0, keep)
-    highest, heavy = find_largest(scores, min(sizes.heavy, far))
-    pool = keep.scatter(1, heavy, False)
-    sample = sample_positions(far, CENTRE_SAMPLES * sizes.cells, y.device)
-    log_u = torch.where(pool[:, sample], 0.0, -torch.inf).to(z.dtype)
-    centres = find_centres(z[:, sample], log_u, min(sizes.cells, len(sample)))
-    sets = KeySets(
-        metric=metric,
-        heavy=heavy,
-        there=highest > -torch.inf,
-        pool=pool,
-        cluster=nearest_centre(z, centres),
-        centres=centres,
-    )
-    return Epoch(start, stop, sets, sums=z.new_zeros(()))
-
-
 def list_epochs(
     y: Tensor,
     keep: Tensor | None,
@@ -238,9 +201,11 @@ def list_epochs(
     metric: KeyMetric,
     current: Epoch | None = None,
 ) -> list[Epoch]:
-    """Return the epochs of queries from position `first` on.
+    """Return the epochs of queries from position `first` on, at the positions of their renewals.
 
-    The queries are the last ones of keys y (Z, S, d). `current` is reused if it is one of the epochs.
+    The queries are the last ones of keys y (Z, S, d). Sets are chosen from the keys before the near window of the
+    renewal, and centres from CENTRE_SAMPLES to 2 CENTRE_SAMPLES keys per cluster. `current` is reused if it is one of
+    the epochs.
     """
     edges = renewals(sizes, y.shape[1])
     keep = unmasked_keys(y, keep)
@@ -250,8 +215,11 @@ def list_epochs(
             continue
         if current is not None and current.start == start:
             epochs.append(current)
-        else:
-            epochs.append(begin_epoch(y, keep, sizes, start, stop, metric))
+            continue
+        far = start - sizes.block
+        sample = sample_positions(far, CENTRE_SAMPLES * sizes.cells, y.device)
+        sets = choose_sets(y[:, :far], metric, sizes, keep[:, :far], sample)
+        epochs.append(Epoch(start, stop, sets, sums=y.new_zeros(())))
     return epochs
 
 
@@ -526,9 +494,7 @@ def attend_queries(past: Past, queries: QueryBlocks, positions: Tensor, block: i
     """
     q = queries.q
     clusters = queries.clusters
-    single_keys = [near_logits(past, queries, block)]
-    if past.sets.heavy.shape[1]:
-        single_keys.append(heavy_logits(past, queries))
+    single_keys = [near_logits(past, queries, block), heavy_logits(past, queries)]
     missing = positions < 0
     positions = positions.clamp(min=0)
     retrieved = (rows_at(past.y, positions) @ q.unsqueeze(-1)).squeeze(-1)

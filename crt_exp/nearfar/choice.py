@@ -158,7 +158,7 @@ def find_largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, torch.where(slot < above, positions, tied)
 
 
-def heavy_scores(y: Tensor, root: Tensor, w: Tensor | float, keep: Tensor | None) -> Tensor:
+def heavy_scores(y: Tensor, root: Tensor, w: Tensor, keep: Tensor | None) -> Tensor:
     """Return |z|^2 / 2 + w (Z, S) of shifted keys, -inf for masked keys.
 
     It is the log of the mean of e^(x.y) over Gaussian queries. It is computed in float64 and rounded to float32,
@@ -253,19 +253,27 @@ class KeySets(NamedTuple):
 
 
 @torch.no_grad()
-def choose_sets(y: Tensor, metric: KeyMetric, sizes: Sizes, keep: Tensor | None) -> KeySets:
+def choose_sets(
+    y: Tensor,
+    metric: KeyMetric,
+    sizes: Sizes,
+    keep: Tensor | None,
+    sample: Tensor | slice = slice(None),
+) -> KeySets:
     """Choose heavy hitters and clusters of keys y (Z, S, d); keep (Z, S).
 
-    There are at most as many of either as keys. Raises NotFinite if squared norms overflow (CPU).
+    Centres come from a sample of the keys. There are at most as many hitters and centres as keys. Raises NotFinite if
+    squared norms overflow (CPU).
     """
-    S = y.shape[1]
-    y = y - metric.shift
+    y = zero_masked(y - metric.shift, keep)
     z = y @ metric.root
     w = metric.log_weights(y)
     check_result(z.square().sum((1, 2)) + w.square().sum(1))
-    score, heavy = find_largest(heavy_scores(y, metric.root, w, keep), min(sizes.heavy, S))
+    scores = heavy_scores(y, metric.root, w, keep)
+    score, heavy = find_largest(scores, min(sizes.heavy, y.shape[1]))
     pool = unmasked_keys(y, keep).scatter(1, heavy, False)
-    centres = find_centres(z, w.masked_fill(~pool, -torch.inf), min(sizes.cells, S))
+    log_u = w.masked_fill(~pool, -torch.inf)[:, sample]
+    centres = find_centres(z[:, sample], log_u, min(sizes.cells, log_u.shape[1]))
     return KeySets(
         metric=metric,
         heavy=heavy,
@@ -298,6 +306,11 @@ def key_moments(
     squares = residuals.square().sum(-1, keepdim=True)
     u = u.unsqueeze(-1)
     return torch.cat([u * y, u * squares, u], -1)
+
+
+def log_number(N: Tensor) -> Tensor:
+    """Return log N, MASKED for empty clusters."""
+    return torch.where(N > MIN_WEIGHT, N.clamp(min=MIN_WEIGHT).log(), MASKED)
 
 
 def summarize_clusters(sums: Tensor, metric: KeyMetric, centres: Tensor) -> Clusters:
@@ -381,8 +394,13 @@ def exact_outputs(
     see no later key.
     """
     mask = None if keep is None else keep[:, : y.shape[1]]
-    keys = y.unsqueeze(1)
-    values = v.unsqueeze(1)
+    return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal, mask, scale)
+
+
+def exact_attention(
+    x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float
+) -> Tensor:
+    """Compute softmax attention with logits scale x.y by the fused kernel where it serves."""
     if transformed(x, y, v):  # the fused kernel supports only reverse mode
-        return softmax_attention(scale * x, keys, values, causal=causal, key_mask=mask)
-    return fused_attention(x, keys, values, causal, mask, scale)
+        return softmax_attention(scale * x, y, v, causal=causal, key_mask=key_mask)
+    return fused_attention(x, y, v, causal, key_mask, scale)

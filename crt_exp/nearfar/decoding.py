@@ -112,10 +112,7 @@ class RecallState(TokenState):
         groups = set(self.firsts)
         first = self.firsts[0] if len(groups) == 1 else None
         if first is not None and first <= start:  # the usual case
-            unmasked = len(self.buffers) == 2
-            if x.shape[2] == 1 and unmasked and self.length - first <= self.until:
-                return self._attend_all_keys(first, x).to(v.dtype)
-            return self._attend(first, self._rows(first), x).to(v.dtype)
+            return self._attend(first, list(range(len(x))), x).to(v.dtype)
         out = v.new_zeros(*x.shape[:3], v.shape[3])
         for first in groups:
             if first is None:
@@ -130,10 +127,12 @@ class RecallState(TokenState):
         B, _, T, d = y.shape
         dv = v.shape[3]
         dtype = compute_dtype(y, v)
-        if self.buffers:
-            self._check_shapes(B, (d, dv))
-        else:
+        if not self.buffers:
             self.firsts = [None] * B
+        elif len(self.firsts) != B:
+            raise ValueError(f"decoding state: {len(self.firsts)} sequences, got {B}")
+        elif self.columns[:2] != (d, dv):
+            raise ValueError(f"decoding state: d, dv = {self.columns[:2]}, got {(d, dv)}")
         self.columns = (d, dv, 1)
         y = y.to(dtype)
         v = v.to(dtype)
@@ -156,12 +155,6 @@ class RecallState(TokenState):
             parts.append(keep)
         self.buffers = append_rows(self.buffers, self.length, parts)
         self.length += T
-
-    def _check_shapes(self, batch: int, columns: tuple[int, int]) -> None:
-        if len(self.firsts) != batch:
-            raise ValueError(f"decoding state: {len(self.firsts)} sequences, got {batch}")
-        if self.columns[:2] != columns:
-            raise ValueError(f"decoding state: d, dv = {self.columns[:2]}, got {columns}")
 
     def _note_first_tokens(self, keep: Tensor | None) -> None:
         """Set the positions of first real tokens that are among new tokens (B, 1, T, 1)."""
@@ -218,12 +211,13 @@ class RecallState(TokenState):
         """Return the rows whose first real token is at position `first`."""
         return [row for row, position in enumerate(self.firsts) if position == first]
 
-    def _tokens(self, rows: list[int], first: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _tokens_of(
+        self, tokens: StoredTokens, rows: list[int], first: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys (Z, S, d), values and mask of these rows from position `first` on.
 
         Neighbouring rows are not copied.
         """
-        tokens = self.tokens
         index = _row_index(rows)
         y = tokens.keys[index, :, first:].flatten(0, 1)
         v = tokens.values[index, :, first:].flatten(0, 1)
@@ -234,41 +228,32 @@ class RecallState(TokenState):
             return y, v, None
         return y, v, mask.repeat_interleave(self.heads, 0)
 
-    def _attend_all_keys(self, first: int, x: Tensor) -> Tensor:
-        """Compute `_attend` for one token of each row if all keys are exact.
-
-        x (B, H, 1, d). This path has the least overhead and takes no mask.
-        """
-        tokens = self.tokens
-        y = tokens.keys[:, :, first:].flatten(0, 1)
-        v = tokens.values[:, :, first:].flatten(0, 1)
-        queries = x.to(y.dtype).reshape(len(y), -1, 1, x.shape[3])
-        return exact_outputs(queries, y, v, None).reshape(*x.shape[:3], v.shape[2])
-
     def _attend(self, first: int, rows: list[int], x: Tensor) -> Tensor:
         """Return outputs of the last tokens of rows whose first real token is at `first`.
 
         x (B', H, t, d).
         """
-        T = x.shape[2]
+        B, H, T, d = x.shape
         S = self.length - first
         tokens = self.tokens
-        x = x.to(tokens.keys.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
+        groups = (B * self.heads, H // self.heads, T, d)
+        x = x.to(tokens.keys.dtype).reshape(groups)
         if self.until >= S:
             parts = []
             for neighbours, heads in self._contiguous_rows(rows):
-                parts.append(exact_outputs(x[heads], *self._tokens(neighbours, first)))
+                inputs = self._tokens_of(tokens, neighbours, first)
+                parts.append(exact_outputs(x[heads], *inputs))
             out = join_parts(parts, 0)
         elif native.applies(x, tokens.keys):
             # for any number of threads: a state keeps its engine
-            out = self._attend_in_c(first, rows, x)
+            out = self._attend_in_c(tokens, first, rows, x)
         else:
-            y, v, keep = self._tokens(rows, first)
+            y, v, keep = self._tokens_of(tokens, rows, first)
             past = self.epochs.get(first)
             metric = fit_metric(y, keep, self.sizes) if past is None else past.metric
             epochs = list_epochs(y, keep, self.sizes, S - T, metric, past)
             out, self.epochs[first] = attend_epochs(epochs, x, y, v, keep, self.sizes)
-        out = out.unflatten(0, (-1, self.heads)).flatten(1, 2)
+        out = out.reshape(B, H, T, out.shape[-1])
         if tokens.keep is None:
             return out
         keep = tokens.keep[_row_index(rows), 0, first:, 0]
@@ -284,37 +269,28 @@ class RecallState(TokenState):
                 yield rows[start:stop], heads
                 start = stop
 
-    def _attend_in_c(self, first: int, rows: list[int], x: Tensor) -> Tensor:
+    def _attend_in_c(self, tokens: StoredTokens, first: int, rows: list[int], x: Tensor) -> Tensor:
         """Compute `_attend` with the C engine.
 
-        The engine takes a prompt at once and continues from its memory.
+        The engine takes a prompt at once and continues from its memory, which has room for twice as many tokens.
         """
         S = self.length - first
         memory = self.memories.get(first)
         if memory is None or memory.capacity < S:
-            memory = self._allocate_memory(first, rows, memory)
+            y, v, keep = self._tokens_of(tokens, rows, first)
+            metric = fit_metric(y, keep, self.sizes) if memory is None else memory.metric
+            capacity = max(MIN_CAPACITY, 2 * S)
+            sizes = engine_sizes(self.sizes, capacity)
+            memory = native.empty_memory(y, v.shape[-1], metric, sizes, capacity)
             self.memories[first] = memory
         sizes = engine_sizes(self.sizes, memory.capacity)
         parts = []
         for neighbours, heads in self._contiguous_rows(rows):
-            y, v, keep = self._tokens(neighbours, first)
+            y, v, keep = self._tokens_of(tokens, neighbours, first)
             part = _select_heads(memory, heads)
             inputs = native.CausalInputs(keep, part.metric, sizes)
             parts.append(attend_in_c(x[heads], y, v, inputs, part))
         return join_parts(parts, 0)
-
-    def _allocate_memory(
-        self,
-        first: int,
-        rows: list[int],
-        memory: native.PastMemory | None,
-    ) -> native.PastMemory:
-        """Return an empty memory, for twice as many tokens as there are."""
-        y, v, keep = self._tokens(rows, first)
-        metric = fit_metric(y, keep, self.sizes) if memory is None else memory.metric
-        capacity = max(MIN_CAPACITY, 2 * (self.length - first))
-        sizes = engine_sizes(self.sizes, capacity)
-        return native.empty_memory(y, v.shape[-1], metric, sizes, capacity)
 
 
 def _select_heads(past: Past, heads: Tensor | slice) -> Past:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention.baselines import VECTOR, fused_attention
+from crt_exp.attention.baselines import VECTOR
 from crt_exp.attention.checks import (
     LeftShift,
     check_entries,
@@ -35,11 +35,10 @@ from crt_exp.attention.checks import (
     outside_graphs,
     transformed,
 )
-from crt_exp.attention.reference import softmax_attention
 from crt_exp.nearfar import native
 from crt_exp.nearfar.both_directions import Bidirectional
 from crt_exp.nearfar.causal import Causal, first_renewal, join_parts
-from crt_exp.nearfar.choice import KeyMetric, Sizes
+from crt_exp.nearfar.choice import KeyMetric, Sizes, exact_attention
 from crt_exp.samplers.noise import no_autocast, transforming
 
 # keys of heads computed together: larger temporaries need fresh memory, which is slower
@@ -278,9 +277,9 @@ def _exact_outputs(
 ) -> Tensor:
     if compute_dtype(x, y, v) == torch.float64:
         x, y, v = (t.double() for t in (x, y, v))
-    if transformed(x, y, v):  # the fused kernel supports only reverse mode
-        return softmax_attention(factor**2 * x, y, v, causal=causal, key_mask=key_mask)
-    out = fused_attention(x, y, v, causal, key_mask, factor**2)
+    out = exact_attention(x, y, v, causal, key_mask, factor**2)
+    if transformed(x, y, v):
+        return out
     check_entries(out)
     if y.shape[2] < VECTOR:  # torch's kernel for few keys hides NaN
         check_entries(y)

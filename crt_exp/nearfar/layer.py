@@ -151,11 +151,10 @@ class NearFar(LinearAttention):
         reported later.
         The test is short, because each function call costs time in a short call.
         """
-        until = self.sizes.exact_until if self.causal else self.exact_until
         return (
             q.shape == k.shape
             and q.ndim == 4
-            and VECTOR <= q.shape[2] <= until
+            and VECTOR <= q.shape[2] <= self.exact_to
             and q.shape[3] == self.d
             and q.shape[1] == self.heads == self.kv_heads
             and q.shape[:3] == v.shape[:3]
@@ -176,9 +175,7 @@ class NearFar(LinearAttention):
         clusters = self._moments_for(q, k)
         if clusters is not None and clusters.done:
             metric = KeyMetric(*(t.repeat(len(q), 1, 1) for t in clusters.params()))
-        sizes = self.sizes
-        if not self.causal:
-            sizes = sizes._replace(exact_until=self.exact_until)
+        sizes = self.sizes._replace(exact_until=self.exact_to)
 
         def attend(first_order: bool, x: Tensor, y: Tensor, v: Tensor, mask: Tensor | None):
             return near_far_attention(

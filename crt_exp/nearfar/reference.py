@@ -24,6 +24,7 @@ from crt_exp.nearfar.choice import (
     MIN_WEIGHT,
     KeySets,
     Sizes,
+    log_number,
     nearest_centre,
     one_hot,
     rows_at,
@@ -195,11 +196,6 @@ def cluster_moments(
     mean_square, _ = cluster_means(squares, weight, members)
     tau = mean_square.squeeze(-1) - (mu @ root[:, None, None]).square().sum(-1)
     return mu, tau.clamp(min=0)
-
-
-def log_number(N: Tensor) -> Tensor:
-    """Return log N, MASKED for empty clusters."""
-    return torch.where(N > MIN_WEIGHT, N.clamp(min=MIN_WEIGHT).log(), MASKED)
 
 
 def combine(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

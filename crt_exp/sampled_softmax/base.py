@@ -394,11 +394,20 @@ def draw_dense(weights: Tensor, targets: Tensor | None, k: int, ids: Tensor | No
         total = weights.sum(-1, keepdim=True, dtype=torch.float64)
         target_log_q = (of_target / (of_target + total)).log().float().squeeze(1)
         weights = weights.masked_fill_(total == 0, 1.0).scatter_(1, targets[:, None], 0.0)
-    ends = weights.cumsum(-1, dtype=torch.float64)
-    total = ends[:, -1:]
-    u = torch.rand(len(ends), k, dtype=torch.float64, device=ends.device) * total
-    samples = torch.searchsorted(ends, u, right=True).clamp_(max=weights.shape[1] - 1)
+    u = torch.rand(len(weights), k, dtype=torch.float64, device=weights.device)
+    samples, total = choose_columns(weights, u)
     if ids is not None:
         samples = torch.where(ids >= 0, ids, samples)
     log_q = (weights.gather(1, samples) / total).log().float()
     return Drawn(samples, log_q, target_log_q)
+
+
+def choose_columns(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample k columns per row of weights (B, M) >= 0 by uniform numbers u (B, k).
+
+    The result is (B, k), and the sums of the weights (B, 1) in float64.
+    """
+    ends = weights.cumsum(-1, dtype=torch.float64)
+    total = ends[:, -1:]
+    columns = torch.searchsorted(ends, u * total, right=True)
+    return columns.clamp_(max=weights.shape[1] - 1), total

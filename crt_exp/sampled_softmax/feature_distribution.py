@@ -6,13 +6,14 @@ every query is e^b.
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.features.base import ONE, FeatureMap, Features, Params, distinct
+from crt_exp.features.base import FeatureMap, Params, distinct
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.features.other_kernels import Composite, Sum
 from crt_exp.features.statistics import Statistics
@@ -20,6 +21,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax.base import (
     ClassSampler,
     Drawn,
+    blocks,
     check_classes,
     check_finite,
     check_queries,
@@ -83,15 +85,15 @@ class FeatureDistribution(ClassSampler):
     # ---- implemented by subclasses
 
     @abstractmethod
-    def _store_rebuilt(self, features: Tensor, rows: slice) -> None:
-        """Store features (r, M) of the classes `rows` during a rebuild."""
+    def _table(self) -> Tensor:
+        """Return the features of all classes (V, M), in place."""
 
     def _finish_rebuild(self) -> None:
-        """Finish a rebuild."""
+        """Compute what else depends on the table, after all its rows have changed."""
 
-    @abstractmethod
-    def _store_updated(self, rows: Tensor, features: Tensor) -> None:
-        """Store features (r, M) of sorted, distinct classes during an update."""
+    def _update_rows(self, rows: Tensor, features: Tensor) -> None:
+        """Replace sorted, distinct rows of the table, and what depends on them."""
+        self._table()[rows] = features
 
     @abstractmethod
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
@@ -138,19 +140,27 @@ class FeatureDistribution(ClassSampler):
         if hidden is None:
             hidden = self._queries
         self.features.fit(weight, bias, hidden)
-        if not self._store_all(weight, bias):
+        table = self._table()
+        if not self._store(weight, bias, self.features.block, table.__setitem__):
             self.features.fit_constants(weight, bias)
-            self._store_all(weight, bias)
+            self._store(weight, bias, self.features.block, table.__setitem__)
         self._finish_rebuild()
         self.made.fill_(True)
 
-    def _store_all(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Store the features of all classes; False if one exceeds the constants."""
-        for rows in self.features.blocks:
+    def _store(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        size: int,
+        store: Callable[[slice, Tensor], None],
+    ) -> bool:
+        """Store the features of blocks of classes; False if one exceeds the constants."""
+        for start in range(0, len(weight), size):
+            rows = slice(start, start + size)
             features = self.features.of_classes(weight[rows], _part(bias, rows))
             if features is None:
                 return False
-            self._store_rebuilt(features, rows)
+            store(rows, features)
         return True
 
     @torch.no_grad()
@@ -162,18 +172,12 @@ class FeatureDistribution(ClassSampler):
         vectors = weight.index_select(0, rows)
         biases = None if bias is None else bias[rows]
         check_finite(vectors, biases, rows)
-        if not self._update(rows, vectors, biases):
-            self.rebuild(weight, bias)
 
-    def _update(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Store features of sorted, distinct classes; False if one exceeds the constants."""
-        for start in range(0, len(rows), UPDATE_BLOCK):
-            some = slice(start, start + UPDATE_BLOCK)
-            features = self.features.of_classes(weight[some], _part(bias, some))
-            if features is None:
-                return False
-            self._store_updated(rows[some], features)
-        return True
+        def store(some: slice, features: Tensor) -> None:
+            self._update_rows(rows[some], features)
+
+        if not self._store(vectors, biases, UPDATE_BLOCK, store):
+            self.rebuild(weight, bias)
 
     def _uniform(self, hidden: Tensor, targets: Tensor | None, k: int) -> Tensor:
         """Sample uniform classes for a share `defensive` of the entries, else -1."""
@@ -258,9 +262,7 @@ class ClassFeatures(nn.Module):
             self.gaussian[request.buffer] = noise.gaussian
             self.register_buffer(request.buffer, noise.rows().float().contiguous())
         self.width = self.phi.width(map_leaves(lambda p: p.m, self.projections, empty=d))
-        step = max(1, BLOCK // self.width)
-        starts = range(0, classes, step)
-        self.blocks = [slice(start, min(start + step, classes)) for start in starts]
+        self.block = max(1, BLOCK // self.width)  # classes per block of a rebuild
         self.register_buffer("constants", torch.zeros(self.width, dtype=torch.float64))
         # vectors for fitting the parameters, and their number
         for side in "xy":
@@ -286,7 +288,9 @@ class ClassFeatures(nn.Module):
 
     def fit_constants(self, weight: Tensor, bias: Tensor | None) -> None:
         """Compute the constants from all classes, if some exceed those of `fit`."""
-        largest = [self._largest(weight[rows], _part(bias, rows)) for rows in self.blocks]
+        largest = []
+        for vectors, biases in blocks(self.block, weight, bias):
+            largest.append(self._largest(vectors, biases))
         self.constants.copy_(torch.stack(largest).amax(0))
 
     def _largest(self, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -306,7 +310,8 @@ class ClassFeatures(nn.Module):
 
     def of_queries(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return signs or values (B, M), and log|phi_q| + log constants (B, M), float64."""
-        value, log = self._full(self.phi.phi_q(self._unit(hidden), *self._noise_and_params()))
+        features = self.phi.phi_q(self._unit(hidden), *self._noise_and_params())
+        value, log = features.expanded()
         return value, log.double() + self.constants
 
     def of_signed_queries(self, hidden: Tensor) -> Tensor:
@@ -336,17 +341,11 @@ class ClassFeatures(nn.Module):
         return F.normalize(vectors.detach().float(), dim=-1) * self.scale
 
     def _of_classes(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        value, log = self._full(self.phi.phi_k(self._unit(weight), *self._noise_and_params()))
+        features = self.phi.phi_k(self._unit(weight), *self._noise_and_params())
+        value, log = features.expanded()
         if bias is not None:
             log = log + bias.detach().float()[:, None]
         return value, log
-
-    def _full(self, features: Features) -> tuple[Tensor, Tensor]:
-        value, log_scale = features
-        shape = torch.broadcast_shapes(value.shape, log_scale.shape)
-        if value is not ONE:
-            value = value.expand(shape)
-        return value.to(log_scale), log_scale.expand(shape)
 
     def get_extra_state(self) -> Tensor:
         """Return the description as a byte tensor, since weight files hold only tensors."""
@@ -384,10 +383,8 @@ def as_mechanism(
                 f"m={m}, sampler={sampler}: expected None beside a Mechanism; set them in Mechanism.of"
             )
         mechanism = proposal
-    elif isinstance(proposal, str):
+    elif isinstance(proposal, str | FeatureMap):
         mechanism = Mechanism.parse(proposal, m=m, sampler=sampler, seed=seed)
-    elif isinstance(proposal, FeatureMap):
-        mechanism = Mechanism.of(features=proposal, m=m, sampler=sampler, seed=seed)
     else:
         raise ValueError(
             f"proposal: {type(proposal).__name__}; expected a ClassSampler, FeatureMap, Mechanism or name"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax.base import PAIRS, Drawn, blocks, draw_in_blocks
+from crt_exp.sampled_softmax.base import PAIRS, Drawn, blocks, choose_columns, draw_in_blocks
 from crt_exp.sampled_softmax.feature_distribution import FeatureDistribution
 
 GATHER_BLOCK = 2**22  # features per block of gathered classes
@@ -52,13 +52,13 @@ class TreeFeatures(FeatureDistribution):
         dtype = torch.float64 if self.features.positive else torch.float32
         self.tree = SumTree(self.classes, self.features.width, dtype)
 
-    def _store_rebuilt(self, features: Tensor, rows: slice) -> None:
-        self.tree.leaves[rows] = features
+    def _table(self) -> Tensor:
+        return self.tree.leaves
 
     def _finish_rebuild(self) -> None:
         self.tree.resum()
 
-    def _store_updated(self, rows: Tensor, features: Tensor) -> None:
+    def _update_rows(self, rows: Tensor, features: Tensor) -> None:
         self.tree.set(rows, features)
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
@@ -196,11 +196,8 @@ class DenseFeatures(FeatureDistribution):
         super().__init__(proposal, classes, d, **options)
         self.register_buffer("leaves", torch.zeros(self.classes, self.features.width))
 
-    def _store_rebuilt(self, features: Tensor, rows: slice) -> None:
-        self.leaves[rows] = features
-
-    def _store_updated(self, rows: Tensor, features: Tensor) -> None:
-        self.leaves[rows] = features
+    def _table(self) -> Tensor:
+        return self.leaves
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
         k = uniform.shape[1]
@@ -316,7 +313,7 @@ class SumTree(nn.Module):
 
     def rows_of(self, ends: Tensor, mass: Tensor, u: Tensor, without: Tensor | None) -> Tensor:
         """Return the rows (B, k) for uniform numbers u (B, k, 2 + levels below `start`)."""
-        column = choose_columns(mass, u[..., 0])
+        column, _ = choose_columns(mass, u[..., 0])
         excluded = None
         if without is not None:
             entries = self.level0[without].gather(1, column).double()
@@ -376,13 +373,6 @@ def choose(weights: Tensor, u: Tensor) -> Tensor:
     ends = weights.cumsum(-1)
     places = (ends <= u[..., None] * ends[..., -1:]).sum(-1)
     return places.clamp_(max=weights.shape[-1] - 1)
-
-
-def choose_columns(mass: Tensor, u: Tensor) -> Tensor:
-    """Sample k columns per row of mass (B, M) by uniform numbers u (B, k): (B, k)."""
-    ends = mass.double().cumsum(-1)
-    places = torch.searchsorted(ends, u * ends[:, -1:], right=True)
-    return places.clamp_(max=mass.shape[1] - 1)
 
 
 def _padded(rows: int) -> int:

@@ -184,7 +184,7 @@ def test_large_gamma_does_not_underflow():
 
 X, Y = load_iris(return_X_y=True)
 BAD = {
-    "gamma=0: expected a positive number": lambda: RandomFeatures(gamma=0).fit(X),
+    "gamma=0: expected a number > 0": lambda: RandomFeatures(gamma=0).fit(X),
     "n_components=8.0": lambda: RandomFeatures(n_components=8.0).fit(X),
     "unknown features 'oprff'; did you mean oprf": lambda: RandomFeatures("oprff").fit(X),
     "queries and keys": lambda: RandomFeatures("gerf").fit_transform(X),

@@ -332,7 +332,7 @@ BAD = {
         RandomFeatureRidge(**SMALL), X, np.stack([Y, Y], 1)
     ),
     "y: one class only": lambda: RandomFeatureClassifier(**SMALL).fit(X, ["a"] * 600),
-    "alpha='aic': expected a number >= 0, 'gcv' or 'evidence'": lambda: RandomFeatureRidge(
+    "alpha=aic: expected a number >= 0 or gcv or evidence": lambda: RandomFeatureRidge(
         alpha="aic", **SMALL
     ).fit(X, Y),
     "features overflow": lambda: RandomFeatureRidge(

@@ -403,7 +403,7 @@ BAD = {
     "M=inf: .* finite": lambda: CERF(M=math.inf),
     "real entries with field='real'": lambda: CERF(M=1j, field="real"),
     "a real number, or d real numbers": lambda: GaussianCoefficient(M=[[1.0]]),
-    "M: 2 entries for vectors of 3": lambda: GaussianCoefficient(M=(1.0, 2.0)).mean(X, X),
+    "M: 2 dimensions, expected 3": lambda: GaussianCoefficient(M=(1.0, 2.0)).mean(X, X),
     "parts: empty": lambda: Sum(),
     "kernel=other": lambda: OPRF(kernel="other"),
     "expected \\(..., L, d\\)": lambda: Statistics.of(X[0, 0], X[0, 0]),

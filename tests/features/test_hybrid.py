@@ -283,7 +283,7 @@ def test_matrices_in_closed_form():
         centres = diagonal_by_centres(x.mean(0), y.mean(0), field)
 
         def loss(M):
-            return (M.matrix * x[:, None] + y / M.matrix).abs().square().mean((0, 1))
+            return (M.M * x[:, None] + y / M.M).abs().square().mean((0, 1))
 
         assert (loss(moments) <= loss(centres) + 1e-9).all()
         for factor in (0.99, 1.01):
