@@ -15,7 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, tee
+from itertools import chain, combinations, tee
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,6 @@ from crt_exp.experiments.data.text import (
     IGNORED,
     PARTS,
     SPECIAL,
-    bert_tokenizer,
     content_key,
     fingerprint,
     lines_of,
@@ -37,7 +36,7 @@ from crt_exp.experiments.data.text import (
     text_path,
     token_lists,
 )
-from crt_exp.experiments.data.vocabularies import new_tokenizer
+from crt_exp.experiments.data.vocabularies import frequent_characters, new_tokenizer
 
 EOS = "<eos>"
 UNKNOWN = "<unk>"
@@ -101,31 +100,26 @@ def word_corpus(
         raise DataError(
             f"{', '.join(map(str, files))}: too few lines for three splits; expected one sentence per line"
         )
-    texts = []
-    for lines in parts:
-        text: list[str] = []
-        for line in lines:
-            text += [*line, EOS]
-        texts.append(text)
+    texts = [list(chain.from_iterable(lines)) for lines in parts]
     counts = Counter(texts[0]) if official else repeated_words(texts[0])
     words = tuple(sorted(counts, key=lambda word: (-counts[word], word)))
     ids = {word: i for i, word in enumerate(words)}
     arrays = {}
     for part, text in zip(PARTS, texts):
-        if UNKNOWN not in ids:
-            for word in text:
-                if word not in ids:
-                    raise DataError(f"{files[0]}: {word!r} and <unk> are not in the training text")
-        unknown = ids.get(UNKNOWN)
-        arrays[part] = np.array([ids.get(word, unknown) for word in text], np.int32)
+        numbers = [ids.get(word, ids.get(UNKNOWN)) for word in text]
+        if None in numbers:
+            word = text[numbers.index(None)]
+            raise DataError(f"{files[0]}: {word!r} and <unk> are not in the training text")
+        arrays[part] = np.array(numbers, np.int32)
     return Corpus(words, arrays)
 
 
 def word_lines(file: Path, keep_blank: bool) -> list[list[str]]:
+    """Words of each line, and <eos>."""
     lines = []
     for _, line in numbered_lines(file):
         if keep_blank or line.strip():
-            lines.append(line.split())
+            lines.append([*line.split(), EOS])
     return lines
 
 
@@ -190,13 +184,10 @@ class TokenText:
 
     def counts(self, symbols: int) -> np.ndarray:
         """Count of each token id, with bounded memory."""
-        return sum(
-            (
-                np.bincount(self.tokens[at : at + COUNTED], minlength=symbols)
-                for at in range(0, len(self.tokens), COUNTED)
-            ),
-            np.zeros(symbols, np.int64),
-        )
+        total = np.zeros(symbols, np.int64)
+        for start in range(0, len(self.tokens), COUNTED):
+            total += np.bincount(self.tokens[start : start + COUNTED], minlength=symbols)
+        return total
 
     def part(self, first: int, last: int) -> "TokenText":
         ends = self.ends[(self.ends > first) & (self.ends <= last)] - first
@@ -272,13 +263,6 @@ def words_of(line: str, spans: list[tuple[int, int]], count: int) -> list[float]
     return (np.bincount(places, minlength=len(spans)) * (count / len(ends))).tolist()
 
 
-class Row(NamedTuple):
-    """Input tokens and labels, (T,) each."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-
-
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of tokens first[i] to last[i].
@@ -313,10 +297,12 @@ class Rows:
     def lengths(self) -> np.ndarray:
         return self.last - self.first
 
-    def __getitem__(self, i: int) -> Row:
-        first, labels = self.first[i], self.text.tokens[self.first[i] : self.last[i]]
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Input tokens and labels, (T,) each."""
+        first = self.first[i]
+        labels = self.text.tokens[first : self.last[i]]
         before = self.end if self.apart or first == 0 else self.text.tokens[first - 1]
-        return Row(np.append(before, labels[:-1]), labels)
+        return np.append(before, labels[:-1]), labels
 
     def tokens_per_word(self, rows: Iterable[int]) -> float:
         spans = [(self.first[i], self.last[i]) for i in rows]
@@ -398,17 +384,9 @@ def write_characters(folder: Path, size: int) -> None:
     Each character has two entries: at the start of a word and inside.
     """
     folder.mkdir()
-    vocabulary = folder / "vocab.txt"
-    vocabulary.write_text("\n".join(SPECIAL) + "\n")
-    normalizer = bert_tokenizer(vocabulary).backend_tokenizer.normalizer
-    counts: Counter[str] = Counter()
-    for line in lines_of(official_file("wikitext2", "train")):
-        counts.update(normalizer.normalize_str(line))
-    visible = filter(str.strip, counts)
-    frequent = sorted(visible, key=lambda character: (-counts[character], character))[:size]
-    known = sorted(frequent)
+    known = frequent_characters(official_file("wikitext2", "train"), size)
     entries = [*SPECIAL, *(f"##{character}" for character in known), *known]
-    vocabulary.write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8")
+    (folder / "vocab.txt").write_text("\n".join([*entries, ""]), encoding="utf-8")
 
 
 def write_qnli(folder: Path, parity: int) -> None:
@@ -438,15 +416,12 @@ def write_sst2(folder: Path, rows: int) -> None:
     order = sorted(set().union(*sentences.values()))
     random.Random(0).shuffle(order)
     rank = {sentence: i for i, sentence in enumerate(order)}
-    first_ranks = []
-    last_ranks = []
+    ranks = []
     for phrase in phrases:
-        ranks = [rank[sentence] for sentence in sentences[phrase]]
-        first_ranks.append(min(ranks))
-        last_ranks.append(max(ranks))
-    last = sorted(last_ranks)[rows - 1]
-    train = [line for line, first in zip(lines, first_ranks) if first > last]
-    dev = [line for line, own in zip(lines, last_ranks) if own <= last]
+        ranks.append(sorted(rank[sentence] for sentence in sentences[phrase]))
+    last = sorted(own[-1] for own in ranks)[rows - 1]
+    train = [line for line, own in zip(lines, ranks) if own[0] > last]
+    dev = [line for line, own in zip(lines, ranks) if own[-1] <= last]
     write_splits(folder, header, train=train, dev=dev)
 
 

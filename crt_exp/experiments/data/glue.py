@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError, numbered_lines, warn
-from crt_exp.experiments.data.plan import pad_rows
+from crt_exp.experiments.data.plan import length_mask, pad_rows
 from crt_exp.experiments.data.sources import (
     how_to_fetch,
     is_on_hub,
@@ -240,7 +240,7 @@ def collate(batch: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     lengths = torch.tensor([len(example["input_ids"]) for example in batch])
     result = {
         "labels": torch.from_numpy(np.array([example["labels"] for example in batch])),
-        "attention_mask": (torch.arange(lengths.max()) < lengths[:, None]).long(),
+        "attention_mask": length_mask(lengths, int(lengths.max())).long(),
     }
     for name in batch[0]:
         if name != "labels":

@@ -10,7 +10,7 @@ size is checked.
 import csv
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -59,13 +59,11 @@ class Source:
 
 def read_sources() -> dict[str, Source]:
     sources: dict[str, Source] = {}
-    of_source = [field.name for field in fields(Source) if field.name != "files"]
     of_file = [field.name for field in fields(File)]
     with Path(__file__).with_name("sources.csv").open(newline="", encoding="utf-8") as table:
         for row in csv.DictReader(table):
-            source = Source(**{name: row[name] for name in of_source})
-            source = sources.setdefault(source.name, source)
-            file = File(**{name: row[name] for name in of_file})
+            file = File(**{name: row.pop(name) for name in of_file})
+            source = sources.setdefault(row["name"], Source(**row))
             if file.path:
                 source.files.append(replace(file, rows=int(file.rows or 0)))
     return sources
@@ -187,25 +185,35 @@ def text_folder(source: str, name: str, data_dir: str | Path | None = None) -> P
 
     A text from the hub is written to files once.
     """
-    files = SOURCES[name].files
     folder = task_folder(name, data_dir)
     if not is_on_hub(source, name, folder, data_dir):
         return folder
-    from datasets import config, load_dataset
+    for file, split in zip(SOURCES[name].files, ("train", "validation", "test")):
+        path = written_once(f"{name}/{Path(file.path).name}", partial(hub_lines, name, split))
+    return path.parent
 
-    folder = Path(config.HF_DATASETS_CACHE, "crt_exp", name)
-    folder.mkdir(parents=True, exist_ok=True)
+
+def hub_lines(name: str, split: str) -> Sequence[str]:
+    """Lines of a split of the text `name` on the hub. Raises DataError."""
+    from datasets import load_dataset
+
     hub, *configs = SOURCES[name].hub.split()
     revision = None if configs else "refs/convert/parquet"  # the main branch holds a script
-    for file, split in zip(files, ("train", "validation", "test")):
-        path = folder / Path(file.path).name
-        if not path.is_file():
-            load = partial(load_dataset, hub, *configs, revision=revision, split=split)
-            rows = from_hub(load, hub, how_to_fetch(name))
-            with atomic_path(path) as part:
-                lines = (line.rstrip("\n") + "\n" for line in rows[rows.column_names[0]])
-                part.write_text("".join(lines), encoding="utf-8")
-    return folder
+    load = partial(load_dataset, hub, *configs, revision=revision, split=split)
+    rows = from_hub(load, hub, how_to_fetch(name))
+    return rows[rows.column_names[0]]
+
+
+def written_once(name: str, lines: Callable[[], Iterable[str]]) -> Path:
+    """File `name` of lines, in the cache of `datasets`; `lines` is called if the file is not there."""
+    from datasets import config
+
+    path = Path(config.HF_DATASETS_CACHE, "crt_exp", name)
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as part, part.open("w", encoding="utf-8") as stream:
+            stream.writelines(line.rstrip("\n") + "\n" for line in lines())
+    return path
 
 
 def stand_in(name: str, read: str, choice: str, source: str) -> str:

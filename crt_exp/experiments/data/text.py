@@ -12,9 +12,10 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import DataError, numbered_lines
 from crt_exp.experiments.data.files import cached, files_ending, key_of
+from crt_exp.experiments.data.plan import IGNORED
 from crt_exp.experiments.data.sources import (
     SOURCES,
     Hub,
@@ -30,6 +32,7 @@ from crt_exp.experiments.data.sources import (
     missing_file,
     refuse_data_dir,
     text_folder,
+    written_once,
 )
 
 Paths = str | Path | Sequence[str | Path]
@@ -38,7 +41,6 @@ PARTS = {
     "validation": "valid",
     "test": "test",
 }  # splits, and their official names
-IGNORED = -100  # label of tokens that the loss ignores
 SUFFIXES = (".txt", ".tokens", ".raw")
 GROUP = 256  # strings per call of the tokenizer, which are parallel
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -139,15 +141,11 @@ def split_files(
     return files
 
 
-def lines_of(text: "Text", unknown: str = "[UNK]") -> Iterator[str]:
+def lines_of(text: Paths, unknown: str = "[UNK]") -> Iterator[str]:
     """Lines that are not blank, without WikiText's marks.
 
     In .tokens files, " @-@ " becomes "-" and <unk> becomes `unknown`.
     """
-    if isinstance(text, HubText):
-        for document in text.data:
-            yield from filter(str.strip, document.splitlines())
-        return
     for file in text_files(text):
         has_marks = file.suffix.lower() == ".tokens"
         for _, line in numbered_lines(file):
@@ -166,25 +164,22 @@ def content(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-class HubText(NamedTuple):
-    """A text column of a Hugging Face data set, one document per row.
+def hub_text(hub: Hub) -> Path:
+    """Text file of the column `hub["column"]` of a Hugging Face data set, written once.
 
-    key: changes with the content.
+    The set has one document per row. Raises DataError if the set or the column is unavailable, and for rows that are
+    not text.
     """
+    column = hub["column"]
+    rows = load_rows(hub, hub["split"], ["column"])
+    check_text(rows, column, f"{hub['name']} {hub['data_files'] or ''}".strip())
+    lines = partial(document_lines, rows[column])
+    return written_once(f"{key_of(rows._fingerprint, column)}.txt", lines)
 
-    data: Sequence[str]
-    key: str
 
-    @classmethod
-    def load(cls, hub: Hub) -> "HubText":
-        """Load the column `hub["column"]` of the split `hub["split"]`.
-
-        Raises DataError if the set or the column is unavailable, and for rows that are not text.
-        """
-        column = hub["column"]
-        data = load_rows(hub, hub["split"], ["column"])
-        check_text(data, column, f"{hub['name']} {hub['data_files'] or ''}".strip())
-        return cls(data[column], f"{data._fingerprint} {column}")
+def document_lines(documents: Iterable[str]) -> Iterator[str]:
+    for document in documents:
+        yield from document.splitlines()
 
 
 def check_text(data: Any, column: str, name: str) -> None:
@@ -200,16 +195,13 @@ def check_text(data: Any, column: str, name: str) -> None:
             )
 
 
-Text = HubText | Paths
-
-
-def content_key(cache_dir: str | Path | None, text: Text, *parts: Any) -> str:
+def content_key(cache_dir: str | Path | None, text: Paths, *parts: Any) -> str:
     """Cache key of a result that depends on a text and `parts`.
 
     Without a cache, the function reads no text.
     """
-    if cache_dir is None or isinstance(text, HubText):
-        return key_of(*parts, cache_dir and text.key)
+    if cache_dir is None:
+        return key_of(*parts)
     return key_of(*parts, *(f"{file.suffix}:{content(file)}" for file in text_files(text)))
 
 
@@ -263,7 +255,7 @@ def token_lists(texts: Iterable[str], tokenizer, spans: bool = False) -> Iterato
 
 # ------------------------------------------------------------------------------------------------------ blocks
 def running_blocks(
-    text: Text, tokenizer, length: int, cache_dir: str | Path | None = None, end: str = "\n"
+    text: Paths, tokenizer, length: int, cache_dir: str | Path | None = None, end: str = "\n"
 ) -> np.ndarray:
     """Lines of a document, each with `end`, joined and cut into (n, length) int32.
 
@@ -290,7 +282,7 @@ def running_blocks(
 
 
 def local_blocks(
-    text: Text, tokenizer, length: int, cache_dir: str | Path | None = None
+    text: Paths, tokenizer, length: int, cache_dir: str | Path | None = None
 ) -> np.ndarray:
     """Blocks [CLS] ... [SEP] of `running_blocks` without line ends, (n, length) int32."""
     return framed(

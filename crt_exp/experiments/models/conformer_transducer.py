@@ -24,6 +24,7 @@ from torchaudio.models.conformer import ConformerLayer
 from torchaudio.transforms import MelSpectrogram
 
 from crt_exp.attention.checks import outside_graphs
+from crt_exp.experiments.data.plan import length_mask
 from crt_exp.experiments.data.vocabularies import Symbols
 from crt_exp.experiments.models.folder import TRANSDUCER, check_shapes, open_folder, save_folder
 from crt_exp.mechanism import Mechanism
@@ -118,11 +119,6 @@ def subsampled_length(frames):
     return ((frames - 1) // 2 - 1) // 2
 
 
-def frame_mask(lengths: Tensor, most: int) -> Tensor:
-    """Lengths (B,) -> mask (B, most), True for real frames."""
-    return torch.arange(most, device=lengths.device) < lengths[:, None]
-
-
 class LogMel(nn.Module):
     """Log-mel features: (B, N) int16 audio -> (B, frames, mels).
 
@@ -148,7 +144,7 @@ class LogMel(nn.Module):
             audio = audio.to(self.spectrum.spectrogram.window.dtype) / 2**15
             x = torch.log(self.spectrum(F.pad(audio, self.around)) + FLOOR).mT
             frames = frames_of(samples, self.rate)
-            keep = frame_mask(frames, x.shape[1])[:, :, None]
+            keep = length_mask(frames, x.shape[1])[:, :, None]
             count = frames[:, None, None]
             centred = (x - (x * keep).sum(1, keepdim=True) / count) * keep
             return centred / (centred.square().sum(1, keepdim=True) / count + 1e-5).sqrt(), frames
@@ -263,7 +259,7 @@ class Encoder(nn.Module):
             x = apply_spec_augment(x, bands, spans)
         x = self.subsampling(x).transpose(0, 1)
         lengths = subsampled_length(frames)
-        keep = frame_mask(lengths, len(x))
+        keep = length_mask(lengths, len(x))
         for layer in self.layers:
             x = layer(x, keep)
         kind = self.subsampling.out.weight.dtype  # sharded layers return float32

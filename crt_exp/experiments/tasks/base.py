@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -301,8 +302,25 @@ class Reader:
 
     def sum(self, *values: Any) -> list[float]:
         """Sum each value (number or scalar tensor) over all processes, in float64."""
-        scalars = [torch.as_tensor(value).detach().to("cpu", torch.float64) for value in values]
-        return torch.stack(self._all(torch.stack(scalars))).sum(0).tolist()
+        totals = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        return torch.stack(self._all(totals)).sum(0).tolist()
+
+    @torch.no_grad()
+    def means(
+        self, split: str, measure: Callable[[Batch], dict[str, Any]], counted: str
+    ) -> dict[str, float]:
+        """Means over a split, and their number `counted`.
+
+        measure: sums over a micro-batch, numbers or scalar tensors; the one called `counted` is their number.
+        """
+        totals: Counter[str] = Counter()
+        for batch in self.batches(split):
+            totals.update({name: float(value) for name, value in measure(batch).items()})
+        sums: Counter[str] = Counter()
+        for part in self.gather([totals]):
+            sums.update(part)
+        count = sums.pop(counted)
+        return {name: total / count for name, total in sums.items()} | {counted: count}
 
     def gather(self, rows: list) -> list:
         """Concatenate the rows of all processes, in the order of the split."""

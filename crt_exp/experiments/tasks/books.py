@@ -18,9 +18,9 @@ from torch import nn
 
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.corpora import Rows, TokenText
-from crt_exp.experiments.data.plan import bucketed, pad_rows, token_batch
+from crt_exp.experiments.data.plan import bucketed, token_batch
 from crt_exp.experiments.data.sources import stand_in
-from crt_exp.experiments.data.text import IGNORED, Masking, flag_table, split_files
+from crt_exp.experiments.data.text import Masking, flag_table, split_files
 from crt_exp.experiments.data.vocabularies import fast_tokenizer, new_tokenizer
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, exp, task_class
 from crt_exp.experiments.tasks.sequences import SymbolTask
@@ -128,13 +128,12 @@ class Books(SymbolTask):
             tokens = []
             labels = []
             for i in numbers:
-                row = data[places[i]]
+                inputs, targets = data[places[i]]
                 if not self.causal:
-                    row = self.masking.mask_row(row.labels, plan.rng(i))
-                row_tokens, row_labels = row
-                tokens.append(row_tokens)
-                labels.append(row_labels)
-            yield token_batch(tokens, self.end) | {"labels": pad_rows(labels, IGNORED)}
+                    inputs, targets = self.masking.mask_row(targets, plan.rng(i))
+                tokens.append(inputs)
+                labels.append(targets)
+            yield token_batch(tokens, self.end, labels)
 
     @cached_property
     def masking(self) -> Masking:

@@ -35,14 +35,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, Files, Positive, Several, Share, Whole, check_options, warn
 
-INPUTS = (
-    "audio",
-    "samples",
-    "targets",
-    "target_lengths",
-    "bands",
-    "spans",
-)  # model inputs in a batch
 SPLITS = ("train", "validation", "test")
 
 
@@ -282,9 +274,6 @@ class LibriSpeech(Task):
         if self.origin is not None:
             take_weights(model, self.origin, f"task.init={self.init}")
         return model
-
-    def model_inputs(self, batch: Batch) -> dict[str, Tensor]:
-        return {name: batch[name] for name in INPUTS if name in batch}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(**self.model_inputs(batch)).mean()

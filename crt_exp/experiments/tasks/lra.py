@@ -108,25 +108,21 @@ class LRA(SequenceTask):
 
     # ---- metrics
 
-    @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """Accuracy, loss, and accuracy of the majority class of the training split."""
         majority = int(np.bincount(self.arena.splits["train"].labels).argmax())
-        loss = correct = count = majority_count = 0
-        for batch in reader.batches(split):
+
+        def measure(batch: Batch) -> dict[str, Any]:
             logits = self.outputs(model, batch)
             labels = batch["labels"]
-            loss += float(F.cross_entropy(logits, labels, reduction="sum"))
-            correct += int((logits.argmax(-1) == labels).sum())
-            majority_count += int((labels == majority).sum())
-            count += len(labels)
-        loss, correct, count, majority_count = reader.sum(loss, correct, count, majority_count)
-        return {
-            "accuracy": correct / count,
-            "loss": loss / count,
-            "majority_accuracy": majority_count / count,
-            "examples": count,
-        }
+            return {
+                "accuracy": (logits.argmax(-1) == labels).sum(),
+                "loss": F.cross_entropy(logits, labels, reduction="sum"),
+                "majority_accuracy": (labels == majority).sum(),
+                "examples": len(labels),
+            }
+
+        return reader.means(split, measure, "examples")
 
 
 def lengths_of(data: Labelled, together: int) -> np.ndarray:

@@ -7,7 +7,7 @@ Notation: B rows of a batch, P patches.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 import torch
@@ -156,16 +156,15 @@ class MAE(ImageTask):
 
         Predicting the mean colour of each patch has error 1.
         """
-        total = 0.0
-        count = 0
-        for batch in reader.batches(split):
-            size = len(batch["noise"])
-            total = total + float(model(**batch).loss) * size
-            count = count + size
-        total, count = reader.sum(total, count)
-        if not np.isfinite(total):
+
+        def measure(batch: Batch) -> dict[str, Any]:
+            count = len(batch["noise"])
+            return {"loss": float(model(**batch).loss) * count, "count": count}
+
+        loss = reader.means(split, measure, "count")["loss"]
+        if not np.isfinite(loss):
             raise NotFinite("predicted pixels are not finite; try a lower trainer.lr")
-        return {"loss": total / count}
+        return {"loss": loss}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """Save `<run>/model` for from_pretrained and for task.init of task=imagenet."""

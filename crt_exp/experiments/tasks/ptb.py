@@ -9,7 +9,7 @@ Notation: B columns of a step, T words of each, V words of the vocabulary.
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -230,33 +230,31 @@ class PTB(Task):
 
     # ---- metrics
 
-    @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """Full-softmax loss in nats, perplexity and accuracy over all words of a split."""
         unigram = torch.from_numpy(self.unigram)
-        loss = right = count = base = 0
         state = None
         lengths = []
-        for batch in reader.batches(split):
-            if batch["first"]:
-                state = None
-            result = model(batch["tokens"], batch["labels"], state)
+
+        def measure(batch: Batch) -> dict[str, Any]:
+            nonlocal state
+            before = None if batch["first"] else state
+            result = model(batch["tokens"], batch["labels"], before)
             state = result.state
+            lengths.extend(result.lengths.tolist())
             labels = batch["labels"][batch["labels"] != IGNORED].cpu()
-            loss = loss + float(result.loss)
-            right = right + int(result.right.sum())
-            count = count + len(labels)
-            base -= float(unigram[labels].log().sum())
-            lengths += result.lengths.tolist()
-        loss, right, count, base = reader.sum(loss, right, count, base)
+            return {
+                "loss": result.loss,
+                "accuracy": result.right.sum(),
+                "unigram_loss": -unigram[labels].log().sum(),
+                "words": len(labels),
+            }
+
+        means = reader.means(split, measure, "words")
         self.queries = reader.gather(lengths)
-        return {
-            "loss": loss / count,
-            "perplexity": exp(loss / count),
-            "accuracy": right / count,
-            "words": count,
-            "unigram_loss": base / count,
-            "unigram_perplexity": exp(base / count),
+        return means | {
+            "perplexity": exp(means["loss"]),
+            "unigram_perplexity": exp(means["unigram_loss"]),
             "query_length": float(np.mean(self.queries)),
             "key_length": float(full_tensor(model.body.embedding.weight).norm(dim=-1).mean()),
         }
