@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from crt_exp.experiments.data import DataError, images, numbered_lines
+from crt_exp.experiments.data import DataError, Folder, images, numbered_lines
 from crt_exp.experiments.data.files import cached, key_of
 from crt_exp.experiments.data.images import square_image
 from crt_exp.experiments.data.plan import row_sample
@@ -156,7 +156,7 @@ class Arena(NamedTuple):
 
 
 def load(
-    dataset: Dataset, data_dir: str | None, rules: dict[str, Any], scale: str, cache_dir: str | None
+    dataset: Dataset, data_dir: Folder, rules: dict[str, Any], scale: str, cache_dir: Folder
 ) -> Arena:
     """Read or generate a set.
 
@@ -194,7 +194,7 @@ def load(
 
 
 def generate_splits(
-    dataset: str, changes: dict[str, Any], scale: str, cache_dir: str | None
+    dataset: str, changes: dict[str, Any], scale: str, cache_dir: Folder
 ) -> dict[str, Labelled]:
     """Splits of listops or pathfinder.
 
@@ -389,7 +389,7 @@ def wrong_pair(path: Path, line: int) -> DataError:
     )
 
 
-def read_grey_images(data_dir: str | None) -> Arena:
+def read_grey_images(data_dir: Folder) -> Arena:
     """CIFAR-10 as grey values of 32 x 32 pixels in raster order; test is val/."""
     loaded = images.load("cifar10", data_dir)
     train, validation = loaded["train"].held_out(HELD_OUT)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from crt_exp.experiments.data import DataError, numbered_lines
+from crt_exp.experiments.data import DataError, Folder, numbered_lines
 from crt_exp.experiments.data.files import cached
 from crt_exp.experiments.data.glue import TASKS, split_file
 from crt_exp.experiments.data.sources import refuse_data_dir
@@ -64,7 +64,7 @@ class Corpus(NamedTuple):
         return np.bincount(self.parts["train"], minlength=len(self.words))
 
 
-def word_files(name: str, data_dir: str | Path | None, source: str = "auto") -> list[Path]:
+def word_files(name: str, data_dir: Folder, source: str = "auto") -> list[Path]:
     """Official files of "ptb" or "wikitext2", or one text file ("wordnet" works).
 
     Raises DataError.
@@ -77,7 +77,7 @@ def word_files(name: str, data_dir: str | Path | None, source: str = "auto") -> 
 
 def word_corpus(
     name: str,
-    data_dir: str | Path | None = None,
+    data_dir: Folder = None,
     source: str = "auto",
 ) -> Corpus:
     """Words of `word_files`; a single file is split into three parts by lines.
@@ -173,7 +173,7 @@ class TokenText:
         tokenizer,
         end: int,
         apart: bool,
-        cache_dir: str | Path | None = None,
+        cache_dir: Folder = None,
     ) -> "TokenText":
         """Tokens of files, one document each, stored in `cache_dir`.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock
 
-from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data import DataError, Folder, warn
 
 if TYPE_CHECKING:  # pandas is imported at the first table, because the import takes half a second
     import pandas as pd
@@ -195,7 +195,7 @@ def strings_of(cells: "pd.Series") -> "pd.Series":
 # ---- arrays in a cache folder ----------------------------------------------------------------------------------------
 
 
-def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -> Arrays:
+def cached(directory: Folder, key: str, make: Callable[[], Arrays]) -> Arrays:
     """Arrays of `make()`, memory-mapped from a cache folder.
 
     The arrays lie in `directory`/`key`; None keeps them in memory. Raises DataError if the directory is not writable or

@@ -13,7 +13,7 @@ import pandas as pd
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from crt_exp.experiments.data import DataError, check_classes, warn
+from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.files import check_cells, check_columns, read_text_table
 from crt_exp.experiments.data.glue import Examples, GlueTask
 from crt_exp.experiments.data.sources import Hub, load_rows
@@ -70,11 +70,15 @@ def read_labelled(
         targets, classes = target_of(pd.concat(labels, ignore_index=True), numbers, kind)
     except ValueError as error:
         raise DataError(f"{named}: column {target}, {error}") from None
-    if classes is None:
-        check_range(targets, f"{named}: column {target}")
+    if classes is None and np.abs(targets).max() > LARGEST:
+        raise DataError(
+            f"{named}: column {target}: numbers from {targets.min():g} to {targets.max():g}; expected at most "
+            f"{LARGEST:g} in size, because the model starts at 0; rescale them, or set "
+            "task.kind=classification"
+        )
     rows = pd.concat([cells[columns] for _, cells in tables.values()], ignore_index=True)
-    lengths = [len(cells) for _, cells in tables.values()]
-    parts = np.repeat(np.array(list(tables), f"U{len('validation')}"), lengths)
+    lengths = [len(cells) for cells in labels]
+    parts = np.repeat(np.array([*tables], object), lengths)
     hold_out(rows, parts, [part for part in PARTS if part not in tables], shares, named)
     leave_out_repeated(rows, parts, named)
     examples = {}
@@ -84,13 +88,15 @@ def read_labelled(
         examples[part] = Examples(texts, targets[chosen].tolist())
         if not len(examples[part]):
             raise DataError(f"{named}: no row is left for {part}")
-    if classes is not None:
-        check_trained(examples["train"], classes, f"{named}: column {target}, training part")
+    for code, name in enumerate(classes or ()):
+        if code not in examples["train"].labels:
+            raise DataError(
+                f"{named}: column {target}, training part: no row of class {name}; expected at least 1"
+            )
     task = GlueTask(
         named,
         target,
         names=classes or (),
-        spelled=classes or (),
         columns=tuple(columns),
         metrics=("spearman", "pearson") if classes is None else ("accuracy", "mcc"),
     )
@@ -138,24 +144,6 @@ def text_columns(
         columns = ["text_a", "text_b"] if "text_a" in cells else ["text"]
     check_columns(cells, columns, named, instead)
     return list(columns)
-
-
-def check_range(targets: np.ndarray, named: str) -> None:
-    """Raise DataError for numbers that fine-tuning does not reach."""
-    if np.abs(targets).max() > LARGEST:
-        raise DataError(
-            f"{named}: numbers from {targets.min():g} to {targets.max():g}; expected at most "
-            f"{LARGEST:g} in size, because the model starts at 0; rescale them, or set "
-            "task.kind=classification"
-        )
-
-
-def check_trained(examples: Examples, classes: Sequence[str], named: str) -> None:
-    """Raise DataError if the training part lacks a class."""
-    check_classes(examples.labels, named)
-    for code in range(len(classes)):
-        if code not in examples.labels:
-            raise DataError(f"{named}: no row of class {classes[code]}; expected at least 1")
 
 
 # ---- parts

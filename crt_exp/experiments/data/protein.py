@@ -24,7 +24,7 @@ from typing import Any, TypedDict
 import numpy as np
 from torch import Tensor
 
-from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data import DataError, Folder, warn
 from crt_exp.experiments.data.files import cached_folder, files_ending, key_of
 from crt_exp.experiments.data.plan import token_batch
 from crt_exp.experiments.data.sources import missing_file, task_folder
@@ -115,7 +115,7 @@ class Sequences:
         return np.diff(self.ends, prepend=0)
 
 
-def read_uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
+def read_uniprot(data_dir: Folder, cache_dir: Folder) -> Sequences:
     """Sequences of all FASTA files of a folder, by default $CRT_DATA/protein.
 
     Raises DataError.
@@ -161,7 +161,7 @@ def digest_of(content: bytes, size: int = 8) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=size).digest(), "little")
 
 
-def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Sequences:
+def read_files(files: Sequence[Path], cache_dir: Folder = None) -> Sequences:
     """Read FASTA files into memory-mapped arrays.
 
     cache_dir: stores the arrays; None uses a temporary folder. The folder's name depends on the size and time of each
@@ -269,8 +269,9 @@ def split_rows(
     """
     import pandas as pd
 
-    digests, at = pd.Series(sequences.digests), sequences.digests / 2.0**64
-    which = np.where(at < test, 2, np.where(at < test + validation, 1, 0))
+    digests = pd.Series(sequences.digests)
+    position = sequences.digests / 2.0**64
+    which = 2 - np.digitize(position, [test, test + validation])
     which[digests.isin(digests[out])] = 3
     which[sequences.repeated] = -1
     if count := int(sequences.repeated.sum()):
@@ -281,7 +282,9 @@ def split_rows(
             f"{empty[0]}: none of {len(sequences)} sequences with task.validation_share={validation}, "
             f"task.test_share={test}; use more sequences, or other shares"
         )
-    return rows if len(rows["ood"]) else {split: rows[split] for split in SPLITS[:3]}
+    if not len(rows["ood"]):
+        del rows["ood"]
+    return rows
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

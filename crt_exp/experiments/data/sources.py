@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from crt_exp.atomic_write import atomic_path
-from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data import DataError, Folder, warn
 from crt_exp.validation import FileName, did_you_mean
 
 Place = Literal["auto", "files", "hub"]  # option task.source
@@ -92,13 +92,13 @@ def select(name: str) -> list[Source]:
     return inside
 
 
-def data_root(folder: str | Path | None = None) -> Path | None:
+def data_root(folder: Folder = None) -> Path | None:
     """Folder that holds uci/, glue/ and others: `folder`, else $CRT_DATA, else None."""
     folder = folder or os.environ.get("CRT_DATA")
     return Path(folder).expanduser() if folder else None
 
 
-def task_folder(name: str, data_dir: str | Path | None = None) -> Path | None:
+def task_folder(name: str, data_dir: Folder = None) -> Path | None:
     """Folder of a task's files: `data_dir`, else $CRT_DATA/name, else None.
 
     data_dir: the option task.data_dir. Raises DataError if $CRT_DATA is not a folder.
@@ -116,7 +116,7 @@ def task_folder(name: str, data_dir: str | Path | None = None) -> Path | None:
     return root / name
 
 
-def refuse_data_dir(data_dir: str | Path | None, by: str) -> None:
+def refuse_data_dir(data_dir: Folder, by: str) -> None:
     """Raise DataError if a data folder is set for a source that reads none.
 
     Otherwise a user would believe that the folder was read.
@@ -158,9 +158,7 @@ class Hub(TypedDict):
 
 
 # ---- files or the hub ------------------------------------------------------------------------------------------------
-def is_on_hub(
-    source: str, name: str, path: Path | None, data_dir: str | Path | None = None
-) -> bool:
+def is_on_hub(source: str, name: str, path: Path | None, data_dir: Folder = None) -> bool:
     """Whether to read set `name` from the hub, given task.source.
 
     Args:
@@ -180,7 +178,7 @@ def is_on_hub(
     return True
 
 
-def text_folder(source: str, name: str, data_dir: str | Path | None = None) -> Path | None:
+def text_folder(source: str, name: str, data_dir: Folder = None) -> Path | None:
     """Folder with the files of the text `name`.
 
     A text from the hub is written to files once.

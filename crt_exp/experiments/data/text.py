@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.atomic_write import atomic_path
-from crt_exp.experiments.data import DataError, numbered_lines
+from crt_exp.experiments.data import DataError, Folder, numbered_lines
 from crt_exp.experiments.data.files import cached, files_ending, key_of
 from crt_exp.experiments.data.plan import IGNORED
 from crt_exp.experiments.data.sources import (
@@ -107,9 +107,7 @@ def wordnet_file() -> Path:
     return path
 
 
-def official_file(
-    name: str, split: str, data_dir: str | Path | None = None, source: str = "auto"
-) -> Path:
+def official_file(name: str, split: str, data_dir: Folder = None, source: str = "auto") -> Path:
     """File of "ptb" or "wikitext2" for the split train, valid or test.
 
     data_dir: default $CRT_DATA/NAME. source: auto, files or hub. Raises DataError.
@@ -123,7 +121,7 @@ def official_file(
 
 
 def split_files(
-    texts: Mapping[str, Paths | None], data_dir: str | Path | None, source: str = "auto"
+    texts: Mapping[str, Paths | None], data_dir: Folder, source: str = "auto"
 ) -> dict[str, list[Path]]:
     """Files of the splits that have a text of their own.
 
@@ -195,7 +193,7 @@ def check_text(data: Any, column: str, name: str) -> None:
             )
 
 
-def content_key(cache_dir: str | Path | None, text: Paths, *parts: Any) -> str:
+def content_key(cache_dir: Folder, text: Paths, *parts: Any) -> str:
     """Cache key of a result that depends on a text and `parts`.
 
     Without a cache, the function reads no text.
@@ -255,7 +253,7 @@ def token_lists(texts: Iterable[str], tokenizer, spans: bool = False) -> Iterato
 
 # ------------------------------------------------------------------------------------------------------ blocks
 def running_blocks(
-    text: Paths, tokenizer, length: int, cache_dir: str | Path | None = None, end: str = "\n"
+    text: Paths, tokenizer, length: int, cache_dir: Folder = None, end: str = "\n"
 ) -> np.ndarray:
     """Lines of a document, each with `end`, joined and cut into (n, length) int32.
 
@@ -281,9 +279,7 @@ def running_blocks(
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
-def local_blocks(
-    text: Paths, tokenizer, length: int, cache_dir: str | Path | None = None
-) -> np.ndarray:
+def local_blocks(text: Paths, tokenizer, length: int, cache_dir: Folder = None) -> np.ndarray:
     """Blocks [CLS] ... [SEP] of `running_blocks` without line ends, (n, length) int32."""
     return framed(
         running_blocks(text, tokenizer, body_length(tokenizer, length), cache_dir, end=""),
@@ -317,7 +313,7 @@ class Masking:
 
     mask_id: int
     special: np.ndarray  # (V,) bool
-    drawn: int = 0  # random tokens are among the first `drawn` ids; 0: all ids
+    drawn: int  # random tokens are among the first `drawn` ids
 
     @classmethod
     def from_tokenizer(cls, tokenizer) -> "Masking":
@@ -327,7 +323,8 @@ class Masking:
                 f"{type(tokenizer).__name__}: expected a mask token, as in masked language models"
             )
         size = max(tokenizer.get_vocab().values()) + 1
-        return cls(tokenizer.mask_token_id, flag_table(size, tokenizer.all_special_ids))
+        special = flag_table(size, tokenizer.all_special_ids)
+        return cls(tokenizer.mask_token_id, special, size)
 
     def __call__(self, ids: np.ndarray, uniform: np.ndarray) -> dict[str, Tensor]:
         """Mask ids (B, L); return input_ids and labels, (B, L) int64 each.
@@ -339,7 +336,7 @@ class Masking:
         score, action, token = uniform
         score = np.where(self.special[ids], 2.0, score)
         chosen = score <= np.clip(score.min(axis=1, keepdims=True), SHARE, 1.0)
-        random_ids = (token * float(self.drawn or len(self.special))).astype(np.int64)
+        random_ids = (token * float(self.drawn)).astype(np.int64)
         inputs = np.where(chosen & (action < 0.8), self.mask_id, ids)
         inputs = np.where(chosen & (action >= 0.9), random_ids, inputs)
         return {

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data import DataError, Folder
 from crt_exp.experiments.data.files import cached
 from crt_exp.experiments.data.text import SPECIAL, Paths, content_key, lines_of
 
@@ -30,7 +29,7 @@ LONGEST = 2**16  # longest line for sentencepiece, in bytes
 
 
 def new_tokenizer(
-    kind: Kind, text: Paths, size: int, lowercase: bool = True, cache_dir: str | Path | None = None
+    kind: Kind, text: Paths, size: int, lowercase: bool = True, cache_dir: Folder = None
 ):
     """Train a transformers tokenizer with at most `size` entries.
 

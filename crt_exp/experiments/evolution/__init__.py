@@ -33,6 +33,7 @@ from crt_exp.experiments.measure.kernel import generator
 from crt_exp.experiments.models.implicit_policy import ImplicitPolicy
 from crt_exp.experiments.runner import checkpoint
 from crt_exp.experiments.runner.exit_handling import Stopped
+from crt_exp.experiments.tasks.base import Record
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
 from crt_exp.samplers.threads import threads
@@ -236,7 +237,7 @@ def ascend(state: State, g: Tensor, lr: float) -> None:
 
 def evolve(
     plan: Strategy, workers: int, player: Player, seed: int, done: int, directory: Path | None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Record]:
     """Yield the records of a run: generations, evaluations and the final test.
 
     The first `done` records are in the run directory, which also stores the state.
@@ -266,7 +267,7 @@ def initial_state(player: Player, seed: int) -> State:
 
 def train_generation(
     plan: Strategy, workers: int, player: Player, state: State, seed: int
-) -> dict[str, Any]:
+) -> Record:
     """Take the step of a generation and return its record."""
     eps = directions(seed, state.generation, plan["population"] // 2, len(state.theta))
     seeds = seeds_of("train", seed, state.generation, plan["rollouts"])
@@ -291,7 +292,7 @@ def train_generation(
 
 def evaluate(
     plan: Strategy, player: Player, state: State, seed: int, split: str, count: int
-) -> dict[str, Any]:
+) -> Record:
     """Evaluate theta on rollouts that are equal at all steps."""
     seeds = seeds_of(split, seed, 0, count)
     groups = []

@@ -28,7 +28,7 @@ from crt_exp.experiments.data.loading import (
 )
 from crt_exp.experiments.data.sources import SOURCES, Place, is_on_hub, refuse_data_dir, task_folder
 from crt_exp.experiments.models import vision
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, task_class
+from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, Task, Tensors, task_class
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
@@ -251,7 +251,7 @@ class ImageNet(ImageTask):
 
     # ---- results
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Loss in nats, top-1 and top-5 accuracy."""
         answers = []
 
@@ -268,7 +268,7 @@ class ImageNet(ImageTask):
                 "count": len(labels),
             }
 
-        means = reader.means(split, measure, "count")
+        means = reader.means(split, measure)
         if not math.isfinite(means["loss"]):
             raise NotFinite("the loss is not finite; try a lower trainer.lr")
         every = reader.gather(answers)
@@ -278,10 +278,9 @@ class ImageNet(ImageTask):
         for name, (label, answer) in zip(self.splits[split].names(order), every):
             row = {"label": self.classes[label], "prediction": self.classes[answer]}
             self.predicted.append({"example": name, **row})
-        del means["count"]
         return means
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         """Save the model as `<run>/model`."""
         vision.save_model(self.description, self.mechanism, tensors, directory)
 

@@ -30,7 +30,16 @@ from crt_exp.experiments.models.conformer_transducer import (
     greedy,
 )
 from crt_exp.experiments.models.folder import take_weights
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, error_rates, task_class
+from crt_exp.experiments.tasks.base import (
+    Batch,
+    Metrics,
+    Plan,
+    Reader,
+    Task,
+    Tensors,
+    error_rates,
+    task_class,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, Files, Positive, Several, Share, Whole, check_options, warn
@@ -253,7 +262,7 @@ class LibriSpeech(Task):
 
     # ---- model
 
-    def load_origin(self) -> dict[str, Tensor]:
+    def load_origin(self) -> Tensors:
         """Weights of the run in task.init, which must have the same symbols and rate."""
         known, tensors = conformer_transducer.load(self.init, "task.init")
         if known.symbols != self.vocabulary:
@@ -281,7 +290,7 @@ class LibriSpeech(Task):
     def weight(self, batch: Batch) -> int:
         return len(batch["rows"])
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         loss = 0.0
         rows = []
         for batch in reader.batches(split):
@@ -301,6 +310,6 @@ class LibriSpeech(Task):
         rates = error_rates(texts, recognised)
         return {"loss": loss / len(rows), "utterances": len(rows)} | rates
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         """Save <run>/model."""
         conformer_transducer.save_model(self.recogniser, tensors, directory)

@@ -23,7 +23,7 @@ from crt_exp.experiments.data.images import DIGITS, VALUES, square_image
 from crt_exp.experiments.data.plan import by_length, row_sample, token_batch
 from crt_exp.experiments.data.sources import task_folder
 from crt_exp.experiments.models.language import Classifier
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
+from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, task_class
 from crt_exp.experiments.tasks.sequences import SequenceTask, SymbolTask
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count
@@ -108,7 +108,7 @@ class LRA(SequenceTask):
 
     # ---- metrics
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Accuracy, loss, and accuracy of the majority class of the training split."""
         majority = int(np.bincount(self.arena.splits["train"].labels).argmax())
 
@@ -119,7 +119,7 @@ class LRA(SequenceTask):
                 "accuracy": (logits.argmax(-1) == labels).sum(),
                 "loss": F.cross_entropy(logits, labels, reduction="sum"),
                 "majority_accuracy": (labels == majority).sum(),
-                "examples": len(labels),
+                "count": len(labels),
             }
 
         return reader.means(split, measure, "examples")
@@ -206,7 +206,7 @@ class Pixels(SymbolTask):
 
     # ---- metrics
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         metrics = super().evaluate(model, split, reader)
         return metrics | {
             "bits_per_dim": metrics["loss"] / math.log(2),

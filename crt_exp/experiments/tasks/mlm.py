@@ -23,7 +23,16 @@ from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.sources import Hub, Place, refuse_data_dir
 from crt_exp.experiments.data.vocabularies import new_tokenizer
 from crt_exp.experiments.models import encoders
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
+from crt_exp.experiments.tasks.base import (
+    Batch,
+    Metrics,
+    Plan,
+    Reader,
+    Task,
+    Tensors,
+    exp,
+    task_class,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, unknown
 from crt_exp.validation import Count, FileName, Files, Share, Whole
@@ -244,22 +253,22 @@ class MLM(Task):
     def weight(self, batch: Batch) -> Tensor:
         return (batch["labels"] != data.IGNORED).sum()
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Loss in nats, perplexity and accuracy over predicted tokens."""
-        counted = "predicted_tokens" if self.causal else "masked_tokens"
 
         def measure(batch: Batch) -> dict[str, Any]:
             logits, labels = model(**batch)
             return {
                 "loss": F.cross_entropy(logits.float(), labels, reduction="sum"),
                 "accuracy": (logits.argmax(-1) == labels).sum(),
-                counted: len(labels),
+                "count": len(labels),
             }
 
+        counted = "predicted_tokens" if self.causal else "masked_tokens"
         means = reader.means(split, measure, counted)
         return means | {"perplexity": exp(means["loss"])}
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         encoders.save_model(model.model, inner, self.tokenizer, directory)
 

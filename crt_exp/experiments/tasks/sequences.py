@@ -29,7 +29,16 @@ from crt_exp.experiments.models.language import (
     LanguageModel,
     Positions,
 )
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
+from crt_exp.experiments.tasks.base import (
+    Batch,
+    Metrics,
+    Plan,
+    Reader,
+    Task,
+    Tensors,
+    exp,
+    task_class,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, Files, Rate, Whole
@@ -150,7 +159,7 @@ class SymbolTask(SequenceTask):
 
     # ---- metrics
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Loss in nats, perplexity and accuracy over predictable symbols.
 
         `unigram_...` are the metrics of the unigram baseline.
@@ -168,7 +177,7 @@ class SymbolTask(SequenceTask):
                 "accuracy": (logits[counted].argmax(-1) == labels).sum(),
                 "unigram_loss": -unigram[labels.cpu()].log().sum(),
                 "unigram_accuracy": (labels == most_frequent).sum(),
-                self.counted: len(labels),
+                "count": len(labels),
             }
 
         means = reader.means(split, measure, self.counted)
@@ -177,7 +186,7 @@ class SymbolTask(SequenceTask):
             "unigram_perplexity": exp(means["unigram_loss"]),
         }
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         language.save_model(self.description, self.mechanism, self.vocabulary, tensors, directory)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from crt_exp.attention.base import AttentionLayer, LinearAttention
 from crt_exp.attention.baselines import exact_attention
 from crt_exp.experiments.models import encoders
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
+from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, Tensors, task_class
 from crt_exp.experiments.tasks.mlm import MLM, MaskedModel
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
@@ -267,7 +267,7 @@ class Transfer(MLM):
     def weight(self, batch: Batch) -> None:
         """None: every row has the same number of layer outputs."""
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Layer errors, metrics of the swapped model, and loss of the exact model.
 
         `error` is the mean over layers of |output - exact| / |exact|, `error_worst` the largest layer error. Then come
@@ -290,7 +290,7 @@ class Transfer(MLM):
             "exact_loss": exact["loss"],
         }
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         super().export(model.model, renamed, directory)
 

@@ -17,7 +17,7 @@ from crt_exp.experiments.data import DataError, protein
 from crt_exp.experiments.data.plan import by_length, token_batch
 from crt_exp.experiments.data.protein import LETTERS, Chains, FamilyOptions, Singles
 from crt_exp.experiments.data.sources import stand_in, task_folder
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
+from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, task_class
 from crt_exp.experiments.tasks.sequences import Share, SymbolTask
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, FileName
@@ -120,7 +120,7 @@ class TrEMBL(SymbolTask):
 
     # ---- metrics
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         metrics = super().evaluate(model, split, reader)
         if split != "test":
             return metrics
@@ -134,7 +134,7 @@ class TrEMBL(SymbolTask):
     def unigram(self) -> np.ndarray:
         return protein.letter_frequencies(self.rows["train"])
 
-    def statistics(self) -> dict[str, float]:
+    def statistics(self) -> Metrics:
         """Length statistics of each split (Performers Table 1).
 
         With task.chains they are statistics of rows, else of whole sequences.

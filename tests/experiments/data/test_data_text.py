@@ -271,7 +271,7 @@ def test_every_row_has_a_masked_token(tokenizer):
 
 def test_the_largest_random_number_gives_a_token(tokenizer):
     special = np.zeros(30522, bool)
-    masking = replace(Masking.from_tokenizer(tokenizer), special=special)
+    masking = replace(Masking.from_tokenizer(tokenizer), special=special, drawn=30522)
     largest = np.full((3, 1, 1), 1 - 2.0**-53)
     actual = masking(np.array([[7]]), largest)["input_ids"].tolist()
     assert actual == [[30521]]
