@@ -314,6 +314,7 @@ class Rows:
 # ---- text files and model configurations of result pages -------------------------------------------------------------
 
 FOLDER = Path("outputs/texts")
+Phrase = tuple[str, ...]  # words
 LLAMA = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -425,12 +426,10 @@ def write_sst2(folder: Path, rows: int) -> None:
     write_splits(folder, header, train=train, dev=dev)
 
 
-def sentences_with(
-    phrases: Sequence[tuple[str, ...]],
-) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+def sentences_with(phrases: Sequence[Phrase]) -> dict[Phrase, set[Phrase]]:
     """Return the sentences that contain each phrase; sentences are phrases within no other."""
     known = set(phrases)
-    sentences: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    sentences: dict[Phrase, set[Phrase]] = {}
     for text in sorted(known, key=lambda text: (-len(text), text)):
         if text not in sentences:
             for start, end in combinations(range(len(text) + 1), 2):

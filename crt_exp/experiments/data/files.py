@@ -46,7 +46,7 @@ def subfolders(folder: str | Path) -> list[str]:
     return sorted(names)
 
 
-def files_ending(folder: str | Path, endings: tuple[str, ...], deep: bool = True) -> list[str]:
+def files_ending(folder: str | Path, endings: tuple[str, ...], deep: bool = True) -> list[Path]:
     """Sorted visible files with these lower-case suffixes; none if there is no folder.
 
     Links are followed. Warns about files with other suffixes. deep: whether to enter subfolders. Raises DataError for a
@@ -63,7 +63,7 @@ def files_ending(folder: str | Path, endings: tuple[str, ...], deep: bool = True
                 ignored += 1
     if ignored:
         warn("%s: ignored %d files (expected %s)", folder, ignored, " ".join(endings))
-    return sorted(files)
+    return [Path(file) for file in sorted(files)]
 
 
 def refuse_folder(error: OSError) -> None:

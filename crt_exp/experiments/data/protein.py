@@ -123,7 +123,7 @@ def read_uniprot(data_dir: Folder, cache_dir: Folder) -> Sequences:
     folder = task_folder("protein", data_dir)
     if folder is None or not folder.is_dir():
         raise missing_file("protein", folder and folder / "UP000000625_83333.fasta")
-    files = [Path(file) for file in files_ending(folder, ENDINGS, deep=False)]
+    files = files_ending(folder, ENDINGS, deep=False)
     if not files:
         raise DataError(
             f"{folder}: no FASTA file; expected files ending in {' '.join(ENDINGS[::2])}, plain or .gz"

@@ -76,7 +76,7 @@ def audio_files(name: str | Path, option: str, others: tuple[str, ...] = ()) -> 
     path = Path(name).expanduser()
     files = [path]
     if not path.is_file():
-        files = [Path(file) for file in files_ending(path, (*AUDIO, *others))]
+        files = files_ending(path, (*AUDIO, *others))
     if all(file.name.lower().endswith(others) for file in files):
         raise DataError(
             f"{option}={name}: expected an audio file, or a folder of audio files ({' '.join(AUDIO)})"

@@ -61,7 +61,7 @@ def text_files(paths: Paths) -> list[Path]:
         path = text_path(name)
         inside = [path]
         if not path.is_file():
-            inside = sorted(Path(file) for file in files_ending(path, SUFFIXES))
+            inside = sorted(files_ending(path, SUFFIXES))
         if not inside:
             problem = "expected"
             if not path.exists():
