@@ -28,12 +28,11 @@ import numpy as np
 from crt_exp.experiments.data import DataError, Folder, images, numbered_lines
 from crt_exp.experiments.data.files import cached, key_of
 from crt_exp.experiments.data.images import square_image
-from crt_exp.experiments.data.plan import row_sample
+from crt_exp.experiments.data.plan import SPLITS, row_sample
 from crt_exp.experiments.data.sources import refuse_data_dir
 from crt_exp.registry import ConfigError
 
 Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]
-SPLITS = ("train", "validation", "test")
 HELD_OUT = 0.05  # validation share of train (image, text)
 LONGEST = 4000  # bytes of a text in the Long Range Arena
 PAGES = {

@@ -16,10 +16,10 @@ from scipy.sparse.csgraph import connected_components
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.files import check_cells, check_columns, read_text_table
 from crt_exp.experiments.data.glue import Examples, GlueTask
+from crt_exp.experiments.data.plan import SPLITS
 from crt_exp.experiments.data.sources import Hub, load_rows
 from crt_exp.experiments.data.tabular import Kind, numbers_of, target_of
 
-PARTS = ("train", "validation", "test")
 SHARES = (0.8, 0.1, 0.1)
 LARGEST = 10.0  # largest number of a regression; heads start near 0, and steps are small
 
@@ -79,10 +79,10 @@ def read_labelled(
     rows = pd.concat([cells[columns] for _, cells in tables.values()], ignore_index=True)
     lengths = [len(cells) for cells in labels]
     parts = np.repeat(np.array([*tables], object), lengths)
-    hold_out(rows, parts, [part for part in PARTS if part not in tables], shares, named)
+    hold_out(rows, parts, [part for part in SPLITS if part not in tables], shares, named)
     leave_out_repeated(rows, parts, named)
     examples = {}
-    for part in PARTS:
+    for part in SPLITS:
         chosen = parts == part
         texts = [rows.loc[chosen, column].tolist() for column in columns]
         examples[part] = Examples(texts, targets[chosen].tolist())
@@ -109,7 +109,7 @@ def read_labelled(
 def read_files(files: dict[str, str | None]) -> dict[str, tuple[str, pd.DataFrame]]:
     """Tables of the files of each part; files: option and file. Raises DataError."""
     tables = {}
-    for part, (option, file) in zip(PARTS, files.items()):
+    for part, (option, file) in zip(SPLITS, files.items()):
         if file is not None:
             named = f"{option}={file}"
             tables[part] = (named, read_text_table(Path(file).expanduser(), named))
@@ -119,7 +119,7 @@ def read_files(files: dict[str, str | None]) -> dict[str, tuple[str, pd.DataFram
 def read_hub(hub: LabelledHub, target: str) -> dict[str, tuple[str, pd.DataFrame]]:
     """Tables of the splits of a Hugging Face set; classes have their names. Raises DataError."""
     tables = {}
-    for part in PARTS:
+    for part in SPLITS:
         if hub[part] is None:
             continue
         rows = load_rows(hub, hub[part])
@@ -165,7 +165,7 @@ def hold_out(
     moved = parts[train]
     end = count
     for part in reversed(absent):
-        start = end - max(1, round(shares[PARTS.index(part)] * count))
+        start = end - max(1, round(shares[SPLITS.index(part)] * count))
         moved[(place >= start) & (place < end)] = part
         end = start
     if end < 1:
@@ -194,8 +194,8 @@ def leave_out_repeated(rows: pd.DataFrame, parts: np.ndarray, named: str) -> Non
     """Leave out rows whose texts are in a later part, in `parts` (n,)."""
     numbers = rows.groupby([*rows.columns], sort=False).ngroup().to_numpy()
     repeated = np.zeros(len(parts), bool)
-    for i, part in enumerate(PARTS):
-        later = np.isin(parts, PARTS[i + 1 :])
+    for i, part in enumerate(SPLITS):
+        later = np.isin(parts, SPLITS[i + 1 :])
         repeated |= (parts == part) & np.isin(numbers, numbers[later])
     if repeated.any():
         warn("%s: left out %d rows whose text is in a later part", named, int(repeated.sum()))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 IGNORED = -100  # label of tokens that the loss ignores
+SPLITS = ("train", "validation", "test")
 
 
 @dataclass(eq=False)

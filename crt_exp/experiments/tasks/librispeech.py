@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from crt_exp.experiments.data import DataError, speech
 from crt_exp.experiments.data.loading import Workers, by_workers
+from crt_exp.experiments.data.plan import SPLITS
 from crt_exp.experiments.data.sources import Place, is_on_hub, stand_in, task_folder
 from crt_exp.experiments.data.vocabularies import LETTERS, Symbols
 from crt_exp.experiments.models import conformer_transducer
@@ -43,9 +44,6 @@ from crt_exp.experiments.tasks.base import (
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, Files, Positive, Several, Share, Whole, check_options, warn
-
-SPLITS = ("train", "validation", "test")
-
 
 Subsets = TypedDict("Subsets", dict.fromkeys(SPLITS, Several[str]))
 Strings = TypedDict("Strings", dict.fromkeys(SPLITS, Count))

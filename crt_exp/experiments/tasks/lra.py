@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.experiments.data import arena, check_classes, images
-from crt_exp.experiments.data.arena import LONGEST, PAGES, SPLITS, Dataset, Labelled
+from crt_exp.experiments.data.arena import LONGEST, PAGES, Dataset, Labelled
 from crt_exp.experiments.data.images import DIGITS, VALUES, square_image
-from crt_exp.experiments.data.plan import by_length, row_sample, token_batch
+from crt_exp.experiments.data.plan import SPLITS, by_length, row_sample, token_batch
 from crt_exp.experiments.data.sources import task_folder
 from crt_exp.experiments.models.language import Classifier
 from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, task_class
