@@ -11,6 +11,8 @@ from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+Folder = str | Path | None  # None: the default, or none
+
 
 class DataError(Exception):
     """A data set cannot be used.

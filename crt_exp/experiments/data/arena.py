@@ -19,21 +19,20 @@ the label.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from crt_exp.experiments.data import DataError, images, numbered_lines
+from crt_exp.experiments.data import DataError, Folder, images, numbered_lines
 from crt_exp.experiments.data.files import cached, key_of
 from crt_exp.experiments.data.images import square_image
+from crt_exp.experiments.data.plan import SPLITS, row_sample
 from crt_exp.experiments.data.sources import refuse_data_dir
 from crt_exp.registry import ConfigError
 
 Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]
-SPLITS = ("train", "validation", "test")
 HELD_OUT = 0.05  # validation share of train (image, text)
 LONGEST = 4000  # bytes of a text in the Long Range Arena
 PAGES = {
@@ -156,7 +155,7 @@ class Arena(NamedTuple):
 
 
 def load(
-    dataset: Dataset, data_dir: str | None, rules: dict[str, Any], scale: str, cache_dir: str | None
+    dataset: Dataset, data_dir: Folder, rules: dict[str, Any], scale: str, cache_dir: Folder
 ) -> Arena:
     """Read or generate a set.
 
@@ -194,7 +193,7 @@ def load(
 
 
 def generate_splits(
-    dataset: str, changes: dict[str, Any], scale: str, cache_dir: str | None
+    dataset: str, changes: dict[str, Any], scale: str, cache_dir: Folder
 ) -> dict[str, Labelled]:
     """Splits of listops or pathfinder.
 
@@ -212,42 +211,35 @@ def generate_splits(
                 f"task.rules.{name}={value}: expected {kind.__name__} >= {LEAST.get(name, 1)}, of "
                 f"{', '.join(PRESETS[dataset][scale])}"
             )
-    make = listops_arrays if dataset == "listops" else pathfinder_arrays
-    arrays = cached(cache_dir, key_of(f"{dataset} 2", rules), lambda: make(rules))
-    return {
-        split: Labelled(
-            np.split(arrays[f"{split} symbols"], arrays[f"{split} ends"][:-1]),
-            arrays[f"{split} labels"],
-        )
-        for split in SPLITS
-    }
+    examples = listops_examples if dataset == "listops" else pathfinder_examples
+
+    def make() -> dict[str, np.ndarray]:
+        rows, labels = examples(rules)
+        return {
+            "symbols": np.concatenate(rows),
+            "ends": np.cumsum([len(row) for row in rows]),
+            "labels": np.array(labels, np.int64),
+        }
+
+    arrays = cached(cache_dir, key_of(f"{dataset} 3", rules), make)
+    every = Labelled(np.split(arrays["symbols"], arrays["ends"][:-1]), arrays["labels"])
+    splits = {}
+    end = 0
+    for split in SPLITS:
+        start = end
+        end += rules[split]
+        splits[split] = every.take(np.arange(start, end))
+    return splits
 
 
-def flatten_split(
-    split: str, rows: Sequence[np.ndarray], labels: Sequence[int]
-) -> dict[str, np.ndarray]:
-    return {
-        f"{split} symbols": np.concatenate(rows),
-        f"{split} ends": np.cumsum([len(row) for row in rows]),
-        f"{split} labels": np.array(labels, np.int64),
-    }
-
-
-def listops_arrays(rules: dict[str, int]) -> dict[str, np.ndarray]:
-    """Distinct ListOps sequences; raises DataError if the rules give too few."""
-    sequences = distinct_sequences(rules, sum(rules[split] for split in SPLITS))
+def listops_examples(rules: dict[str, int]) -> tuple[list[np.ndarray], list[int]]:
+    """Distinct ListOps sequences and values; raises DataError if the rules give too few."""
     rows = []
     labels = []
-    for words in sequences:
+    for words in distinct_sequences(rules, sum(rules[split] for split in SPLITS)):
         rows.append(np.array([SYMBOLS.index(word) for word in words], np.uint8))
         labels.append(listops_value(words))
-    arrays: dict[str, np.ndarray] = {}
-    start = 0
-    for split in SPLITS:
-        end = start + rules[split]
-        arrays |= flatten_split(split, rows[start:end], labels[start:end])
-        start = end
-    return arrays
+    return rows, labels
 
 
 def distinct_sequences(rules: dict[str, int], count: int) -> list[tuple[str, ...]]:
@@ -297,18 +289,19 @@ def listops_value(words: Sequence[str]) -> int:
     return open_lists[0][1][0]
 
 
-def pathfinder_arrays(rules: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Pathfinder pictures; every second one has label 1.
+def pathfinder_examples(rules: dict[str, Any]) -> tuple[list[np.ndarray], list[int]]:
+    """Pathfinder pictures and labels; every second picture of a split has label 1.
 
     Raises DataError if the curves do not fit into a picture.
     """
-    arrays: dict[str, np.ndarray] = {}
+    rows = []
+    labels = []
     for number, split in enumerate(SPLITS):
         rng = np.random.default_rng([0, number])
-        labels = np.arange(rules[split]) % 2
-        rows = [draw_picture(rules, bool(label), rng).reshape(-1) for label in labels]
-        arrays |= flatten_split(split, rows, labels)
-    return arrays
+        for i in range(rules[split]):
+            rows.append(draw_picture(rules, i % 2 == 1, rng).reshape(-1))
+            labels.append(i % 2)
+    return rows, labels
 
 
 def draw_picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np.ndarray:
@@ -395,7 +388,7 @@ def wrong_pair(path: Path, line: int) -> DataError:
     )
 
 
-def read_grey_images(data_dir: str | None) -> Arena:
+def read_grey_images(data_dir: Folder) -> Arena:
     """CIFAR-10 as grey values of 32 x 32 pixels in raster order; test is val/."""
     loaded = images.load("cifar10", data_dir)
     train, validation = loaded["train"].held_out(HELD_OUT)
@@ -410,23 +403,19 @@ def read_reviews(folder: Path) -> Arena:
     """Read IMDB: train/pos/*.txt, train/neg, test/pos, test/neg. Raises DataError."""
     read = {}
     for split in ("train", "test"):
-        files = [sorted((folder / split / name).glob("*.txt")) for name in ("neg", "pos")]
-        texts = [np.frombuffer(file.read_bytes(), np.uint8) for file in chain(*files)]
-        if not all(files) or not all(map(len, texts)):
+        texts = []
+        labels = []
+        for label, name in enumerate(("neg", "pos")):
+            for file in sorted((folder / split / name).glob("*.txt")):
+                texts.append(np.fromfile(file, np.uint8))
+                labels.append(label)
+        if len(set(labels)) < 2 or not all(map(len, texts)):
             raise DataError(
                 f"{folder / split}: expected folders neg and pos with non-empty .txt files"
             )
-        read[split] = Labelled(texts, np.repeat([0, 1], [*map(len, files)]))
-    chosen = np.random.default_rng(0).permutation(len(read["train"]))
-    count = max(1, round(HELD_OUT * len(chosen)))
-    validation = np.sort(chosen[:count])
-    train = np.sort(chosen[count:])
-    return Arena(
-        {
-            "train": read["train"].take(train),
-            "validation": read["train"].take(validation),
-            "test": read["test"],
-        },
-        BYTES,
-        2,
-    )
+        read[split] = Labelled(texts, np.array(labels))
+    count = len(read["train"])
+    held_out = row_sample(count, max(1, round(HELD_OUT * count)))
+    validation = read["train"].take(held_out)
+    train = read["train"].take(np.setdiff1d(np.arange(count), held_out))
+    return Arena({"train": train, "validation": validation, "test": read["test"]}, BYTES, 2)

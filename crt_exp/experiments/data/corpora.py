@@ -15,13 +15,13 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, tee
+from itertools import chain, combinations, tee
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from crt_exp.experiments.data import DataError, numbered_lines
+from crt_exp.experiments.data import DataError, Folder, numbered_lines
 from crt_exp.experiments.data.files import cached
 from crt_exp.experiments.data.glue import TASKS, split_file
 from crt_exp.experiments.data.sources import refuse_data_dir
@@ -29,7 +29,6 @@ from crt_exp.experiments.data.text import (
     IGNORED,
     PARTS,
     SPECIAL,
-    bert_tokenizer,
     content_key,
     fingerprint,
     lines_of,
@@ -37,7 +36,7 @@ from crt_exp.experiments.data.text import (
     text_path,
     token_lists,
 )
-from crt_exp.experiments.data.vocabularies import new_tokenizer
+from crt_exp.experiments.data.vocabularies import frequent_characters, new_tokenizer
 
 EOS = "<eos>"
 UNKNOWN = "<unk>"
@@ -65,7 +64,7 @@ class Corpus(NamedTuple):
         return np.bincount(self.parts["train"], minlength=len(self.words))
 
 
-def word_files(name: str, data_dir: str | Path | None, source: str = "auto") -> list[Path]:
+def word_files(name: str, data_dir: Folder, source: str = "auto") -> list[Path]:
     """Official files of "ptb" or "wikitext2", or one text file ("wordnet" works).
 
     Raises DataError.
@@ -78,7 +77,7 @@ def word_files(name: str, data_dir: str | Path | None, source: str = "auto") -> 
 
 def word_corpus(
     name: str,
-    data_dir: str | Path | None = None,
+    data_dir: Folder = None,
     source: str = "auto",
 ) -> Corpus:
     """Words of `word_files`; a single file is split into three parts by lines.
@@ -101,31 +100,26 @@ def word_corpus(
         raise DataError(
             f"{', '.join(map(str, files))}: too few lines for three splits; expected one sentence per line"
         )
-    texts = []
-    for lines in parts:
-        text: list[str] = []
-        for line in lines:
-            text += [*line, EOS]
-        texts.append(text)
+    texts = [list(chain.from_iterable(lines)) for lines in parts]
     counts = Counter(texts[0]) if official else repeated_words(texts[0])
     words = tuple(sorted(counts, key=lambda word: (-counts[word], word)))
     ids = {word: i for i, word in enumerate(words)}
     arrays = {}
     for part, text in zip(PARTS, texts):
-        if UNKNOWN not in ids:
-            for word in text:
-                if word not in ids:
-                    raise DataError(f"{files[0]}: {word!r} and <unk> are not in the training text")
-        unknown = ids.get(UNKNOWN)
-        arrays[part] = np.array([ids.get(word, unknown) for word in text], np.int32)
+        numbers = [ids.get(word, ids.get(UNKNOWN)) for word in text]
+        if None in numbers:
+            word = text[numbers.index(None)]
+            raise DataError(f"{files[0]}: {word!r} and <unk> are not in the training text")
+        arrays[part] = np.array(numbers, np.int32)
     return Corpus(words, arrays)
 
 
 def word_lines(file: Path, keep_blank: bool) -> list[list[str]]:
+    """Words of each line, and <eos>."""
     lines = []
     for _, line in numbered_lines(file):
         if keep_blank or line.strip():
-            lines.append(line.split())
+            lines.append([*line.split(), EOS])
     return lines
 
 
@@ -179,7 +173,7 @@ class TokenText:
         tokenizer,
         end: int,
         apart: bool,
-        cache_dir: str | Path | None = None,
+        cache_dir: Folder = None,
     ) -> "TokenText":
         """Tokens of files, one document each, stored in `cache_dir`.
 
@@ -190,13 +184,10 @@ class TokenText:
 
     def counts(self, symbols: int) -> np.ndarray:
         """Count of each token id, with bounded memory."""
-        return sum(
-            (
-                np.bincount(self.tokens[at : at + COUNTED], minlength=symbols)
-                for at in range(0, len(self.tokens), COUNTED)
-            ),
-            np.zeros(symbols, np.int64),
-        )
+        total = np.zeros(symbols, np.int64)
+        for start in range(0, len(self.tokens), COUNTED):
+            total += np.bincount(self.tokens[start : start + COUNTED], minlength=symbols)
+        return total
 
     def part(self, first: int, last: int) -> "TokenText":
         ends = self.ends[(self.ends > first) & (self.ends <= last)] - first
@@ -272,13 +263,6 @@ def words_of(line: str, spans: list[tuple[int, int]], count: int) -> list[float]
     return (np.bincount(places, minlength=len(spans)) * (count / len(ends))).tolist()
 
 
-class Row(NamedTuple):
-    """Input tokens and labels, (T,) each."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-
-
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of tokens first[i] to last[i].
@@ -313,10 +297,12 @@ class Rows:
     def lengths(self) -> np.ndarray:
         return self.last - self.first
 
-    def __getitem__(self, i: int) -> Row:
-        first, labels = self.first[i], self.text.tokens[self.first[i] : self.last[i]]
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Input tokens and labels, (T,) each."""
+        first = self.first[i]
+        labels = self.text.tokens[first : self.last[i]]
         before = self.end if self.apart or first == 0 else self.text.tokens[first - 1]
-        return Row(np.append(before, labels[:-1]), labels)
+        return np.append(before, labels[:-1]), labels
 
     def tokens_per_word(self, rows: Iterable[int]) -> float:
         spans = [(self.first[i], self.last[i]) for i in rows]
@@ -328,6 +314,7 @@ class Rows:
 # ---- text files and model configurations of result pages -------------------------------------------------------------
 
 FOLDER = Path("outputs/texts")
+Phrase = tuple[str, ...]  # words
 LLAMA = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -398,17 +385,9 @@ def write_characters(folder: Path, size: int) -> None:
     Each character has two entries: at the start of a word and inside.
     """
     folder.mkdir()
-    vocabulary = folder / "vocab.txt"
-    vocabulary.write_text("\n".join(SPECIAL) + "\n")
-    normalizer = bert_tokenizer(vocabulary).backend_tokenizer.normalizer
-    counts: Counter[str] = Counter()
-    for line in lines_of(official_file("wikitext2", "train")):
-        counts.update(normalizer.normalize_str(line))
-    visible = filter(str.strip, counts)
-    frequent = sorted(visible, key=lambda character: (-counts[character], character))[:size]
-    known = sorted(frequent)
+    known = frequent_characters(official_file("wikitext2", "train"), size)
     entries = [*SPECIAL, *(f"##{character}" for character in known), *known]
-    vocabulary.write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8")
+    (folder / "vocab.txt").write_text("\n".join([*entries, ""]), encoding="utf-8")
 
 
 def write_qnli(folder: Path, parity: int) -> None:
@@ -438,24 +417,19 @@ def write_sst2(folder: Path, rows: int) -> None:
     order = sorted(set().union(*sentences.values()))
     random.Random(0).shuffle(order)
     rank = {sentence: i for i, sentence in enumerate(order)}
-    first_ranks = []
-    last_ranks = []
+    ranks = []
     for phrase in phrases:
-        ranks = [rank[sentence] for sentence in sentences[phrase]]
-        first_ranks.append(min(ranks))
-        last_ranks.append(max(ranks))
-    last = sorted(last_ranks)[rows - 1]
-    train = [line for line, first in zip(lines, first_ranks) if first > last]
-    dev = [line for line, own in zip(lines, last_ranks) if own <= last]
+        ranks.append(sorted(rank[sentence] for sentence in sentences[phrase]))
+    last = sorted(own[-1] for own in ranks)[rows - 1]
+    train = [line for line, own in zip(lines, ranks) if own[0] > last]
+    dev = [line for line, own in zip(lines, ranks) if own[-1] <= last]
     write_splits(folder, header, train=train, dev=dev)
 
 
-def sentences_with(
-    phrases: Sequence[tuple[str, ...]],
-) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+def sentences_with(phrases: Sequence[Phrase]) -> dict[Phrase, set[Phrase]]:
     """Return the sentences that contain each phrase; sentences are phrases within no other."""
     known = set(phrases)
-    sentences: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    sentences: dict[Phrase, set[Phrase]] = {}
     for text in sorted(known, key=lambda text: (-len(text), text)):
         if text not in sentences:
             for start, end in combinations(range(len(text) + 1), 2):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock
 
-from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data import DataError, Folder, warn
 
 if TYPE_CHECKING:  # pandas is imported at the first table, because the import takes half a second
     import pandas as pd
@@ -46,7 +46,7 @@ def subfolders(folder: str | Path) -> list[str]:
     return sorted(names)
 
 
-def files_ending(folder: str | Path, endings: tuple[str, ...], deep: bool = True) -> list[str]:
+def files_ending(folder: str | Path, endings: tuple[str, ...], deep: bool = True) -> list[Path]:
     """Sorted visible files with these lower-case suffixes; none if there is no folder.
 
     Links are followed. Warns about files with other suffixes. deep: whether to enter subfolders. Raises DataError for a
@@ -63,7 +63,7 @@ def files_ending(folder: str | Path, endings: tuple[str, ...], deep: bool = True
                 ignored += 1
     if ignored:
         warn("%s: ignored %d files (expected %s)", folder, ignored, " ".join(endings))
-    return sorted(files)
+    return [Path(file) for file in sorted(files)]
 
 
 def refuse_folder(error: OSError) -> None:
@@ -195,7 +195,7 @@ def strings_of(cells: "pd.Series") -> "pd.Series":
 # ---- arrays in a cache folder ----------------------------------------------------------------------------------------
 
 
-def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -> Arrays:
+def cached(directory: Folder, key: str, make: Callable[[], Arrays]) -> Arrays:
     """Arrays of `make()`, memory-mapped from a cache folder.
 
     The arrays lie in `directory`/`key`; None keeps them in memory. Raises DataError if the directory is not writable or

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.experiments.data import DataError, numbered_lines, warn
-from crt_exp.experiments.data.plan import pad_rows
+from crt_exp.experiments.data import DataError, Folder, numbered_lines, warn
+from crt_exp.experiments.data.plan import length_mask, pad_rows
 from crt_exp.experiments.data.sources import (
     how_to_fetch,
     is_on_hub,
@@ -130,7 +130,7 @@ class Examples:
 
 
 def load(
-    name: str, split: str = "train", data_dir: str | Path | None = None, source: str = "auto"
+    name: str, split: str = "train", data_dir: Folder = None, source: str = "auto"
 ) -> Examples:
     """Read one split (train, dev; MNLI also dev_mm) of the GLUE task `name`.
 
@@ -171,7 +171,7 @@ def load(
     return Examples(texts, [label_of(task, row[task.label], place) for place, row in rows])
 
 
-def split_file(task: GlueTask, split: str, data_dir: str | Path | None = None) -> Path:
+def split_file(task: GlueTask, split: str, data_dir: Folder = None) -> Path:
     """Path of the official TSV of a split. Raises DataError if the file is missing."""
     folder = task_folder(task.source, data_dir)
     path = folder / f"{task.splits[split]}.tsv" if folder else None
@@ -240,7 +240,7 @@ def collate(batch: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     lengths = torch.tensor([len(example["input_ids"]) for example in batch])
     result = {
         "labels": torch.from_numpy(np.array([example["labels"] for example in batch])),
-        "attention_mask": (torch.arange(lengths.max()) < lengths[:, None]).long(),
+        "attention_mask": length_mask(lengths, int(lengths.max())).long(),
     }
     for name in batch[0]:
         if name != "labels":

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from crt_exp.atomic_write import atomic_path
-from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data import DataError, Folder, warn
 from crt_exp.experiments.data.files import IMAGES, files_ending, subfolders
 from crt_exp.experiments.data.sources import SOURCES, Hub, load_rows, stand_in, task_folder
 
@@ -78,7 +78,7 @@ class Images:
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
-def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str, Images]:
+def load(dataset: str = DIGITS, data_dir: Folder = None) -> dict[str, Images]:
     """Splits "train" and "val" of an image folder, or of the embedded digits.
 
     Args:

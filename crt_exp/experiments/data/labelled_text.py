@@ -13,13 +13,13 @@ import pandas as pd
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from crt_exp.experiments.data import DataError, check_classes, warn
+from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.files import check_cells, check_columns, read_text_table
 from crt_exp.experiments.data.glue import Examples, GlueTask
+from crt_exp.experiments.data.plan import SPLITS
 from crt_exp.experiments.data.sources import Hub, load_rows
 from crt_exp.experiments.data.tabular import Kind, numbers_of, target_of
 
-PARTS = ("train", "validation", "test")
 SHARES = (0.8, 0.1, 0.1)
 LARGEST = 10.0  # largest number of a regression; heads start near 0, and steps are small
 
@@ -70,27 +70,33 @@ def read_labelled(
         targets, classes = target_of(pd.concat(labels, ignore_index=True), numbers, kind)
     except ValueError as error:
         raise DataError(f"{named}: column {target}, {error}") from None
-    if classes is None:
-        check_range(targets, f"{named}: column {target}")
+    if classes is None and np.abs(targets).max() > LARGEST:
+        raise DataError(
+            f"{named}: column {target}: numbers from {targets.min():g} to {targets.max():g}; expected at most "
+            f"{LARGEST:g} in size, because the model starts at 0; rescale them, or set "
+            "task.kind=classification"
+        )
     rows = pd.concat([cells[columns] for _, cells in tables.values()], ignore_index=True)
-    lengths = [len(cells) for _, cells in tables.values()]
-    parts = np.repeat(np.array(list(tables), f"U{len('validation')}"), lengths)
-    hold_out(rows, parts, [part for part in PARTS if part not in tables], shares, named)
+    lengths = [len(cells) for cells in labels]
+    parts = np.repeat(np.array([*tables], object), lengths)
+    hold_out(rows, parts, [part for part in SPLITS if part not in tables], shares, named)
     leave_out_repeated(rows, parts, named)
     examples = {}
-    for part in PARTS:
+    for part in SPLITS:
         chosen = parts == part
         texts = [rows.loc[chosen, column].tolist() for column in columns]
         examples[part] = Examples(texts, targets[chosen].tolist())
         if not len(examples[part]):
             raise DataError(f"{named}: no row is left for {part}")
-    if classes is not None:
-        check_trained(examples["train"], classes, f"{named}: column {target}, training part")
+    for code, name in enumerate(classes or ()):
+        if code not in examples["train"].labels:
+            raise DataError(
+                f"{named}: column {target}, training part: no row of class {name}; expected at least 1"
+            )
     task = GlueTask(
         named,
         target,
         names=classes or (),
-        spelled=classes or (),
         columns=tuple(columns),
         metrics=("spearman", "pearson") if classes is None else ("accuracy", "mcc"),
     )
@@ -103,7 +109,7 @@ def read_labelled(
 def read_files(files: dict[str, str | None]) -> dict[str, tuple[str, pd.DataFrame]]:
     """Tables of the files of each part; files: option and file. Raises DataError."""
     tables = {}
-    for part, (option, file) in zip(PARTS, files.items()):
+    for part, (option, file) in zip(SPLITS, files.items()):
         if file is not None:
             named = f"{option}={file}"
             tables[part] = (named, read_text_table(Path(file).expanduser(), named))
@@ -113,7 +119,7 @@ def read_files(files: dict[str, str | None]) -> dict[str, tuple[str, pd.DataFram
 def read_hub(hub: LabelledHub, target: str) -> dict[str, tuple[str, pd.DataFrame]]:
     """Tables of the splits of a Hugging Face set; classes have their names. Raises DataError."""
     tables = {}
-    for part in PARTS:
+    for part in SPLITS:
         if hub[part] is None:
             continue
         rows = load_rows(hub, hub[part])
@@ -140,24 +146,6 @@ def text_columns(
     return list(columns)
 
 
-def check_range(targets: np.ndarray, named: str) -> None:
-    """Raise DataError for numbers that fine-tuning does not reach."""
-    if np.abs(targets).max() > LARGEST:
-        raise DataError(
-            f"{named}: numbers from {targets.min():g} to {targets.max():g}; expected at most "
-            f"{LARGEST:g} in size, because the model starts at 0; rescale them, or set "
-            "task.kind=classification"
-        )
-
-
-def check_trained(examples: Examples, classes: Sequence[str], named: str) -> None:
-    """Raise DataError if the training part lacks a class."""
-    check_classes(examples.labels, named)
-    for code in range(len(classes)):
-        if code not in examples.labels:
-            raise DataError(f"{named}: no row of class {classes[code]}; expected at least 1")
-
-
 # ---- parts
 
 
@@ -177,7 +165,7 @@ def hold_out(
     moved = parts[train]
     end = count
     for part in reversed(absent):
-        start = end - max(1, round(shares[PARTS.index(part)] * count))
+        start = end - max(1, round(shares[SPLITS.index(part)] * count))
         moved[(place >= start) & (place < end)] = part
         end = start
     if end < 1:
@@ -206,8 +194,8 @@ def leave_out_repeated(rows: pd.DataFrame, parts: np.ndarray, named: str) -> Non
     """Leave out rows whose texts are in a later part, in `parts` (n,)."""
     numbers = rows.groupby([*rows.columns], sort=False).ngroup().to_numpy()
     repeated = np.zeros(len(parts), bool)
-    for i, part in enumerate(PARTS):
-        later = np.isin(parts, PARTS[i + 1 :])
+    for i, part in enumerate(SPLITS):
+        later = np.isin(parts, SPLITS[i + 1 :])
         repeated |= (parts == part) & np.isin(numbers, numbers[later])
     if repeated.any():
         warn("%s: left out %d rows whose text is in a later part", named, int(repeated.sum()))

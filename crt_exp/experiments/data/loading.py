@@ -8,9 +8,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,23 +24,17 @@ from crt_exp.experiments.data.plan import Plan
 from crt_exp.registry import ConfigError
 
 Generator = np.random.Generator
-Row = tuple[int, Any, int]  # row number (seeds the augmentation), source for `read`, label
 Workers = Annotated[int, Field(ge=0, le=128)] | None
 
 
-def listed_batches(
-    part: images.Images, split: str, plan: Plan, repeats: int = 1
-) -> Iterator[list[Row]]:
-    """Yield the micro-batches of `plan`: the rows to read.
+def listed_rows(n: int, split: str, plan: Plan, repeats: int = 1) -> Iterator[np.ndarray]:
+    """Yield the row numbers of the micro-batches of `plan` over n listed images.
 
     Evaluation reads them in a fixed random order: they are listed by class, and any first batches are a sample.
     """
-    order = evaluation_order(len(part))
-    for rows in plan.rows(len(part), split, repeats):
-        if split != "train":
-            rows = order[rows]
-        places = rows % len(part)
-        yield [(int(row), part.sources[i], int(part.labels[i])) for row, i in zip(rows, places)]
+    order = evaluation_order(n)
+    for rows in plan.rows(n, split, repeats):
+        yield rows if split == "train" else order[rows]
 
 
 def evaluation_order(n: int) -> np.ndarray:
@@ -89,35 +82,31 @@ def by_workers(
         yield item
 
 
-@dataclass(eq=False)
-class Micro:
-    """Builds micro-batches from lists of rows, in any process.
+def image_batch(
+    part: images.Images,
+    rng: Callable[[int], Generator],
+    transform: Callable[[Any], Tensor],
+    finish: Callable[[Tensor, Tensor, list[Generator]], dict[str, Tensor]],
+    rows: np.ndarray,
+) -> dict[str, Tensor]:
+    """Batch of some rows of images, in any process. Raises Unreadable.
 
     Args:
-        read: returns the PIL.Image of a source, or raises Unreadable.
+        rng: row number to the generator of its augmentation.
         transform: PIL.Image to tensor (3, H, W); draws from global generators.
         finish: images (B, 3, H, W), labels (B,) and row generators to a batch.
-        rng: row number to generator.
+        rows: row numbers; rows i, i + n, ... are image i.
     """
-
-    read: Callable[[Any], Any]
-    transform: Callable[[Any], Tensor]
-    finish: Callable[[Tensor, Tensor, list[Generator]], dict[str, Tensor]]
-    rng: Callable[[int], Generator]
-
-    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """Batch of the rows; raises Unreadable."""
-        pixels = []
-        labels = []
-        draws = []
-        for number, source, label in rows:
-            image = self.read(source)
-            draw = self.rng(number)
-            with seeded_globals(draw):
-                pixels.append(self.transform(image))
-            labels.append(label)
-            draws.append(draw)
-        return self.finish(torch.stack(pixels), torch.tensor(labels), draws)
+    places = rows % len(part)
+    pixels = []
+    draws = []
+    for row, place in zip(rows.tolist(), places.tolist()):
+        image = part.read(part.sources[place])
+        draw = rng(row)
+        with seeded_globals(draw):
+            pixels.append(transform(image))
+        draws.append(draw)
+    return finish(torch.stack(pixels), torch.from_numpy(part.labels[places]), draws)
 
 
 @contextmanager

@@ -6,6 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+IGNORED = -100  # label of tokens that the loss ignores
+SPLITS = ("train", "validation", "test")
 
 
 @dataclass(eq=False)
@@ -213,12 +217,10 @@ def bucketed(lengths: np.ndarray, plan: Plan, pool: int = 50) -> Iterator[np.nda
     share = plan.batch // plan.world
     steps = n // plan.batch
     every = replace(plan, micro=1, start=0, rank=0, world=1)
-    places = np.array([*every.rows(n, "train")]).reshape(steps, plan.batch)
-    for start in range(0, steps, pool):
-        group = places[start : start + pool]
-        group[:] = group.reshape(-1)[np.argsort(lengths[group.reshape(-1)], kind="stable")].reshape(
-            group.shape
-        )
+    rows = np.array([*every.rows(n, "train")], np.int64).reshape(-1)
+    pools = np.arange(len(rows)) // (pool * plan.batch)
+    by_pool_and_length = np.lexsort((lengths[rows], pools))
+    places = rows[by_pool_and_length].reshape(steps, plan.batch)
     places = places[np.random.default_rng([plan.seed, plan.epoch, 0]).permutation(steps)]
     mine = places[plan.start :, plan.rank * share : (plan.rank + 1) * share]
     yield from mine.reshape(-1, share // plan.micro)
@@ -226,19 +228,28 @@ def bucketed(lengths: np.ndarray, plan: Plan, pool: int = 50) -> Iterator[np.nda
 
 def pad_rows(rows: Sequence[np.ndarray], pad: int) -> Tensor:
     """Stack rows into (B, L) int64, L the longest; `pad` fills the shorter rows."""
-    result = torch.full((len(rows), max(map(len, rows))), pad)
-    for i, row in enumerate(rows):
-        result[i, : len(row)] = torch.from_numpy(np.asarray(row, np.int64))
-    return result
+    tensors = [torch.from_numpy(np.asarray(row, np.int64)) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=pad)
 
 
-def token_batch(rows: Sequence[np.ndarray], pad: int) -> dict[str, Tensor]:
-    """tokens (B, L) of `pad_rows`, and key_mask (B, L), True = token, if there is padding."""
+def length_mask(lengths: Tensor, longest: int) -> Tensor:
+    """Lengths (B,) -> mask (B, longest), True within the length."""
+    return torch.arange(longest, device=lengths.device) < lengths[:, None]
+
+
+def token_batch(
+    rows: Sequence[np.ndarray], pad: int, labels: Sequence[np.ndarray] | None = None
+) -> dict[str, Tensor]:
+    """tokens (B, L) of `pad_rows`, and key_mask (B, L), True = token, if there is padding.
+
+    labels: those of each token; padding is -100.
+    """
     batch = {"tokens": pad_rows(rows, pad)}
-    lengths = torch.tensor([len(row) for row in rows])
-    longest = batch["tokens"].shape[1]
-    if lengths.min() < longest:
-        batch["key_mask"] = torch.arange(longest) < lengths[:, None]
+    mask = length_mask(torch.tensor([len(row) for row in rows]), batch["tokens"].shape[1])
+    if not mask.all():
+        batch["key_mask"] = mask
+    if labels is not None:
+        batch["labels"] = pad_rows(labels, IGNORED)
     return batch
 
 

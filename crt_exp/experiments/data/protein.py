@@ -24,11 +24,11 @@ from typing import Any, TypedDict
 import numpy as np
 from torch import Tensor
 
-from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data import DataError, Folder, warn
 from crt_exp.experiments.data.files import cached_folder, files_ending, key_of
-from crt_exp.experiments.data.plan import pad_rows, token_batch
+from crt_exp.experiments.data.plan import token_batch
 from crt_exp.experiments.data.sources import missing_file, task_folder
-from crt_exp.experiments.data.text import IGNORED, Masking, flag_table
+from crt_exp.experiments.data.text import Masking, flag_table
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, Rate, Whole
 
@@ -115,7 +115,7 @@ class Sequences:
         return np.diff(self.ends, prepend=0)
 
 
-def read_uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
+def read_uniprot(data_dir: Folder, cache_dir: Folder) -> Sequences:
     """Sequences of all FASTA files of a folder, by default $CRT_DATA/protein.
 
     Raises DataError.
@@ -123,7 +123,7 @@ def read_uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
     folder = task_folder("protein", data_dir)
     if folder is None or not folder.is_dir():
         raise missing_file("protein", folder and folder / "UP000000625_83333.fasta")
-    files = [Path(file) for file in files_ending(folder, ENDINGS, deep=False)]
+    files = files_ending(folder, ENDINGS, deep=False)
     if not files:
         raise DataError(
             f"{folder}: no FASTA file; expected files ending in {' '.join(ENDINGS[::2])}, plain or .gz"
@@ -161,7 +161,7 @@ def digest_of(content: bytes, size: int = 8) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=size).digest(), "little")
 
 
-def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Sequences:
+def read_files(files: Sequence[Path], cache_dir: Folder = None) -> Sequences:
     """Read FASTA files into memory-mapped arrays.
 
     cache_dir: stores the arrays; None uses a temporary folder. The folder's name depends on the size and time of each
@@ -269,8 +269,9 @@ def split_rows(
     """
     import pandas as pd
 
-    digests, at = pd.Series(sequences.digests), sequences.digests / 2.0**64
-    which = np.where(at < test, 2, np.where(at < test + validation, 1, 0))
+    digests = pd.Series(sequences.digests)
+    position = sequences.digests / 2.0**64
+    which = 2 - np.digitize(position, [test, test + validation])
     which[digests.isin(digests[out])] = 3
     which[sequences.repeated] = -1
     if count := int(sequences.repeated.sum()):
@@ -281,7 +282,9 @@ def split_rows(
             f"{empty[0]}: none of {len(sequences)} sequences with task.validation_share={validation}, "
             f"task.test_share={test}; use more sequences, or other shares"
         )
-    return rows if len(rows["ood"]) else {split: rows[split] for split in SPLITS[:3]}
+    if not len(rows["ood"]):
+        del rows["ood"]
+    return rows
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -344,21 +347,13 @@ def next_token_batch(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tens
         target = np.append(row, END) if len(row) < longest else row
         inputs.append(np.append(BEGIN, target[:-1]))
         targets.append(target)
-    return batch_of(inputs, targets)
+    return token_batch(inputs, PAD, targets)
 
 
 def letter_masking() -> Masking:
     """BERT's masking of letters: 80% MASK, 10% a random letter, 10% unchanged."""
     special = flag_table(TOKENS, range(len(LETTERS), TOKENS))
     return Masking(MASK, special, len(LETTERS))
-
-
-def batch_of(inputs: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """tokens, labels (B, L) int64, and key_mask (B, L) if there is padding.
-
-    Labels are -100 at padding.
-    """
-    return token_batch(inputs, PAD) | {"labels": pad_rows(labels, IGNORED)}
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
@@ -403,72 +398,53 @@ class FamilyOptions(TypedDict):
     seed: Whole
 
 
-class Families:
-    """Generator of protein-like sequences from F families.
+def generate(options: FamilyOptions) -> Sequences:
+    """Protein-like sequences of F families; `files` holds the family.
 
     Each family has a Markov chain over the 20 amino acids and a lag. With probability `copied` a letter repeats the
     letter `lag` positions earlier, else the chain gives the next letter. A model therefore needs the distant letter,
-    and must infer the family from the letters so far. Lengths are uniform.
+    and must infer the family from the letters so far. Lengths are uniform. A tenth as many sequences are added of the
+    held-out families, which come last. Sequences are split by their accession.
 
-    Attributes:
-        chains: (F, 20, 20), distribution of the next letter after each letter.
-        starts: (F, 20), distribution of the first letter.
-        lags: (F,).
+    Raises ConfigError for a lower bound above its upper bound.
     """
-
-    def __init__(self, options: FamilyOptions):
-        """Raises ConfigError for a lower bound above its upper bound."""
-        for low, high in (("shortest", "longest"), ("nearest", "farthest")):
-            if options[low] > options[high]:
-                raise ConfigError(
-                    f"task.generated.{low}={options[low]}: expected at most {high}={options[high]}"
-                )
-        rng = np.random.default_rng([options["seed"], 0])
-        count = options["families"] + options["held_out"]
-        self.chains = rng.dirichlet(np.full(len(STANDARD), 0.3), (count, len(STANDARD)))
-        self.starts = rng.dirichlet(np.full(len(STANDARD), 3.0), count)
-        self.lags = rng.integers(options["nearest"], options["farthest"] + 1, count)
-        self.shortest = options["shortest"]
-        self.longest = options["longest"]
-        self.copied = options["copied"]
-        self.inside = options["families"]  # the first families; the others are held out
-
-    def sample(self, n: int, seed: int) -> Sequences:
-        """n sequences, and n / 10 of held-out families; `files` holds the family.
-
-        Sequences are split by their accession.
-        """
-        rng = np.random.default_rng([seed, 1])
-        family = rng.integers(0, self.inside, n)
-        if len(self.lags) > self.inside:
-            family = np.append(family, rng.integers(self.inside, len(self.lags), max(1, n // 10)))
-        lengths = rng.integers(self.shortest, self.longest + 1, len(family))
-        inside = np.arange(self.longest) < lengths[:, None]
-        accessions = np.array([f"G{i:09d}" for i in range(len(family))], "S16")
-        digests = np.array(
-            [(digest_of(name, 4) << 32) + i for i, name in enumerate(accessions.tolist())],
-            np.uint64,
-        )
-        return Sequences(
-            self.letters(family, rng)[inside],
-            np.cumsum(lengths),
-            accessions,
-            digests,
-            np.zeros(len(family), bool),
-            family.astype(np.uint32),
-            tuple(f"family {i}" for i in range(len(self.lags))),
-        )
-
-    def letters(self, family: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Letters of each sequence, (n, T) uint8, before truncation to its length."""
-        result = np.zeros((len(family), self.longest), np.uint8)
-        rows = np.arange(len(family))
-        lag = self.lags[family]
-        for t in range(self.longest):
-            chances = self.starts[family] if t == 0 else self.chains[family, result[:, t - 1]]
-            drawn = (
-                (chances.cumsum(1) < rng.random((len(rows), 1))).sum(1).clip(max=len(STANDARD) - 1)
+    for low, high in (("shortest", "longest"), ("nearest", "farthest")):
+        if options[low] > options[high]:
+            raise ConfigError(
+                f"task.generated.{low}={options[low]}: expected at most {high}={options[high]}"
             )
-            copies = (rng.random(len(rows)) < self.copied) & (lag <= t)
-            result[:, t] = np.where(copies, result[rows, np.maximum(t - lag, 0)], drawn)
-        return result
+    symbols = len(STANDARD)
+    inside = options["families"]
+    count = inside + options["held_out"]  # F
+    rng = np.random.default_rng([options["seed"], 0])
+    chains = rng.dirichlet(np.full(symbols, 0.3), (count, symbols))  # by the letter before
+    starts = rng.dirichlet(np.full(symbols, 3.0), count)
+    lags = rng.integers(options["nearest"], options["farthest"] + 1, count)
+
+    rng = np.random.default_rng([options["seed"], 1])
+    family = rng.integers(0, inside, options["sequences"])
+    if options["held_out"]:
+        held_out = rng.integers(inside, count, max(1, options["sequences"] // 10))
+        family = np.append(family, held_out)
+    rows = np.arange(len(family))
+    longest = options["longest"]
+    lengths = rng.integers(options["shortest"], longest + 1, len(rows))
+    letters = np.zeros((len(rows), longest), np.uint8)
+    lag = lags[family]
+    for t in range(longest):
+        chances = starts[family] if t == 0 else chains[family, letters[:, t - 1]]
+        below = chances.cumsum(1) < rng.random((len(rows), 1))
+        drawn = below.sum(1).clip(max=symbols - 1)
+        copies = (rng.random(len(rows)) < options["copied"]) & (lag <= t)
+        letters[:, t] = np.where(copies, letters[rows, np.maximum(t - lag, 0)], drawn)
+    names = np.array([f"G{row:09d}" for row in rows], "S16")
+    digests = [(digest_of(name, 4) << 32) + row for row, name in enumerate(names.tolist())]
+    return Sequences(
+        tokens=letters[np.arange(longest) < lengths[:, None]],
+        ends=np.cumsum(lengths),
+        accessions=names,
+        digests=np.array(digests, np.uint64),
+        repeated=np.zeros(len(rows), bool),
+        files=family.astype(np.uint32),
+        names=tuple(f"family {i}" for i in range(count)),
+    )

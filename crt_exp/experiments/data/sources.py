@@ -10,14 +10,14 @@ size is checked.
 import csv
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from crt_exp.atomic_write import atomic_path
-from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data import DataError, Folder, warn
 from crt_exp.validation import FileName, did_you_mean
 
 Place = Literal["auto", "files", "hub"]  # option task.source
@@ -59,13 +59,11 @@ class Source:
 
 def read_sources() -> dict[str, Source]:
     sources: dict[str, Source] = {}
-    of_source = [field.name for field in fields(Source) if field.name != "files"]
     of_file = [field.name for field in fields(File)]
     with Path(__file__).with_name("sources.csv").open(newline="", encoding="utf-8") as table:
         for row in csv.DictReader(table):
-            source = Source(**{name: row[name] for name in of_source})
-            source = sources.setdefault(source.name, source)
-            file = File(**{name: row[name] for name in of_file})
+            file = File(**{name: row.pop(name) for name in of_file})
+            source = sources.setdefault(row["name"], Source(**row))
             if file.path:
                 source.files.append(replace(file, rows=int(file.rows or 0)))
     return sources
@@ -94,13 +92,13 @@ def select(name: str) -> list[Source]:
     return inside
 
 
-def data_root(folder: str | Path | None = None) -> Path | None:
+def data_root(folder: Folder = None) -> Path | None:
     """Folder that holds uci/, glue/ and others: `folder`, else $CRT_DATA, else None."""
     folder = folder or os.environ.get("CRT_DATA")
     return Path(folder).expanduser() if folder else None
 
 
-def task_folder(name: str, data_dir: str | Path | None = None) -> Path | None:
+def task_folder(name: str, data_dir: Folder = None) -> Path | None:
     """Folder of a task's files: `data_dir`, else $CRT_DATA/name, else None.
 
     data_dir: the option task.data_dir. Raises DataError if $CRT_DATA is not a folder.
@@ -118,7 +116,7 @@ def task_folder(name: str, data_dir: str | Path | None = None) -> Path | None:
     return root / name
 
 
-def refuse_data_dir(data_dir: str | Path | None, by: str) -> None:
+def refuse_data_dir(data_dir: Folder, by: str) -> None:
     """Raise DataError if a data folder is set for a source that reads none.
 
     Otherwise a user would believe that the folder was read.
@@ -160,9 +158,7 @@ class Hub(TypedDict):
 
 
 # ---- files or the hub ------------------------------------------------------------------------------------------------
-def is_on_hub(
-    source: str, name: str, path: Path | None, data_dir: str | Path | None = None
-) -> bool:
+def is_on_hub(source: str, name: str, path: Path | None, data_dir: Folder = None) -> bool:
     """Whether to read set `name` from the hub, given task.source.
 
     Args:
@@ -182,30 +178,40 @@ def is_on_hub(
     return True
 
 
-def text_folder(source: str, name: str, data_dir: str | Path | None = None) -> Path | None:
+def text_folder(source: str, name: str, data_dir: Folder = None) -> Path | None:
     """Folder with the files of the text `name`.
 
     A text from the hub is written to files once.
     """
-    files = SOURCES[name].files
     folder = task_folder(name, data_dir)
     if not is_on_hub(source, name, folder, data_dir):
         return folder
-    from datasets import config, load_dataset
+    for file, split in zip(SOURCES[name].files, ("train", "validation", "test")):
+        path = written_once(f"{name}/{Path(file.path).name}", partial(hub_lines, name, split))
+    return path.parent
 
-    folder = Path(config.HF_DATASETS_CACHE, "crt_exp", name)
-    folder.mkdir(parents=True, exist_ok=True)
+
+def hub_lines(name: str, split: str) -> Sequence[str]:
+    """Lines of a split of the text `name` on the hub. Raises DataError."""
+    from datasets import load_dataset
+
     hub, *configs = SOURCES[name].hub.split()
     revision = None if configs else "refs/convert/parquet"  # the main branch holds a script
-    for file, split in zip(files, ("train", "validation", "test")):
-        path = folder / Path(file.path).name
-        if not path.is_file():
-            load = partial(load_dataset, hub, *configs, revision=revision, split=split)
-            rows = from_hub(load, hub, how_to_fetch(name))
-            with atomic_path(path) as part:
-                lines = (line.rstrip("\n") + "\n" for line in rows[rows.column_names[0]])
-                part.write_text("".join(lines), encoding="utf-8")
-    return folder
+    load = partial(load_dataset, hub, *configs, revision=revision, split=split)
+    rows = from_hub(load, hub, how_to_fetch(name))
+    return rows[rows.column_names[0]]
+
+
+def written_once(name: str, lines: Callable[[], Iterable[str]]) -> Path:
+    """File `name` of lines, in the cache of `datasets`; `lines` is called if the file is not there."""
+    from datasets import config
+
+    path = Path(config.HF_DATASETS_CACHE, "crt_exp", name)
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as part, part.open("w", encoding="utf-8") as stream:
+            stream.writelines(line.rstrip("\n") + "\n" for line in lines())
+    return path
 
 
 def stand_in(name: str, read: str, choice: str, source: str) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from crt_exp.experiments.data import DataError, numbered_lines
+from crt_exp.experiments.data import DataError, Folder, numbered_lines
 from crt_exp.experiments.data.files import AUDIO, check_cells, files_ending, read_text_table
 from crt_exp.experiments.data.sources import Hub, load_rows, missing_file, reason_of, task_folder
 
@@ -76,7 +76,7 @@ def audio_files(name: str | Path, option: str, others: tuple[str, ...] = ()) -> 
     path = Path(name).expanduser()
     files = [path]
     if not path.is_file():
-        files = [Path(file) for file in files_ending(path, (*AUDIO, *others))]
+        files = files_ending(path, (*AUDIO, *others))
     if all(file.name.lower().endswith(others) for file in files):
         raise DataError(
             f"{option}={name}: expected an audio file, or a folder of audio files ({' '.join(AUDIO)})"
@@ -84,7 +84,7 @@ def audio_files(name: str | Path, option: str, others: tuple[str, ...] = ()) -> 
     return files
 
 
-def read_librispeech(subsets: Sequence[str], data_dir: str | None) -> Iterator[Utterance]:
+def read_librispeech(subsets: Sequence[str], data_dir: Folder) -> Iterator[Utterance]:
     """Yield sorted utterances of subsets in LibriSpeech's layout.
 
     The layout is <subset>/<speaker>/<chapter>/*.flac with *.trans.txt. Raises DataError for a missing or empty subset,
@@ -182,7 +182,7 @@ def by_hash(name: str) -> str:
 # ---- spoken digits -----------------------------------------------------------------------------------------
 
 
-def read_recordings(data_dir: str | None) -> list[AudioPart]:
+def read_recordings(data_dir: Folder) -> list[AudioPart]:
     """Sorted files `<digit>_<speaker>_<index>.wav`; raises DataError for others."""
     folder = task_folder(f"{DIGITS}/recordings", data_dir)
     if folder is None or not folder.is_dir():

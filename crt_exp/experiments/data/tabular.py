@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data import DataError, Folder
 from crt_exp.experiments.data.files import read_table
 from crt_exp.experiments.data.sources import SOURCES, missing_file, refuse_data_dir, task_folder
 from crt_exp.registry import unknown
@@ -73,7 +73,7 @@ LAYOUTS = {
 }
 
 
-def load(name: str, data_dir: str | Path | None = None) -> Table:
+def load(name: str, data_dir: Folder = None) -> Table:
     """Read or make the data set `name`.
 
     Official files are read from `data_dir` (option task.data_dir), by default $CRT_DATA/uci. Embedded sets come from
@@ -88,7 +88,7 @@ def load(name: str, data_dir: str | Path | None = None) -> Table:
     return read_official(name, file_of(name, data_dir))
 
 
-def file_of(name: str, data_dir: str | Path | None) -> Path | None:
+def file_of(name: str, data_dir: Folder) -> Path | None:
     """Path of the official file; None for an embedded set or an unknown folder."""
     folder = task_folder("uci", data_dir)
     if folder is None or name not in LAYOUTS or (name in EMBEDDED and not data_dir):

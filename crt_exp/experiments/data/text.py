@@ -12,17 +12,19 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from crt_exp.atomic_write import atomic_path
-from crt_exp.experiments.data import DataError, numbered_lines
+from crt_exp.experiments.data import DataError, Folder, numbered_lines
 from crt_exp.experiments.data.files import cached, files_ending, key_of
+from crt_exp.experiments.data.plan import IGNORED
 from crt_exp.experiments.data.sources import (
     SOURCES,
     Hub,
@@ -30,6 +32,7 @@ from crt_exp.experiments.data.sources import (
     missing_file,
     refuse_data_dir,
     text_folder,
+    written_once,
 )
 
 Paths = str | Path | Sequence[str | Path]
@@ -38,7 +41,6 @@ PARTS = {
     "validation": "valid",
     "test": "test",
 }  # splits, and their official names
-IGNORED = -100  # label of tokens that the loss ignores
 SUFFIXES = (".txt", ".tokens", ".raw")
 GROUP = 256  # strings per call of the tokenizer, which are parallel
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -59,7 +61,7 @@ def text_files(paths: Paths) -> list[Path]:
         path = text_path(name)
         inside = [path]
         if not path.is_file():
-            inside = sorted(Path(file) for file in files_ending(path, SUFFIXES))
+            inside = sorted(files_ending(path, SUFFIXES))
         if not inside:
             problem = "expected"
             if not path.exists():
@@ -105,9 +107,7 @@ def wordnet_file() -> Path:
     return path
 
 
-def official_file(
-    name: str, split: str, data_dir: str | Path | None = None, source: str = "auto"
-) -> Path:
+def official_file(name: str, split: str, data_dir: Folder = None, source: str = "auto") -> Path:
     """File of "ptb" or "wikitext2" for the split train, valid or test.
 
     data_dir: default $CRT_DATA/NAME. source: auto, files or hub. Raises DataError.
@@ -121,7 +121,7 @@ def official_file(
 
 
 def split_files(
-    texts: Mapping[str, Paths | None], data_dir: str | Path | None, source: str = "auto"
+    texts: Mapping[str, Paths | None], data_dir: Folder, source: str = "auto"
 ) -> dict[str, list[Path]]:
     """Files of the splits that have a text of their own.
 
@@ -139,15 +139,11 @@ def split_files(
     return files
 
 
-def lines_of(text: "Text", unknown: str = "[UNK]") -> Iterator[str]:
+def lines_of(text: Paths, unknown: str = "[UNK]") -> Iterator[str]:
     """Lines that are not blank, without WikiText's marks.
 
     In .tokens files, " @-@ " becomes "-" and <unk> becomes `unknown`.
     """
-    if isinstance(text, HubText):
-        for document in text.data:
-            yield from filter(str.strip, document.splitlines())
-        return
     for file in text_files(text):
         has_marks = file.suffix.lower() == ".tokens"
         for _, line in numbered_lines(file):
@@ -166,25 +162,22 @@ def content(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-class HubText(NamedTuple):
-    """A text column of a Hugging Face data set, one document per row.
+def hub_text(hub: Hub) -> Path:
+    """Text file of the column `hub["column"]` of a Hugging Face data set, written once.
 
-    key: changes with the content.
+    The set has one document per row. Raises DataError if the set or the column is unavailable, and for rows that are
+    not text.
     """
+    column = hub["column"]
+    rows = load_rows(hub, hub["split"], ["column"])
+    check_text(rows, column, f"{hub['name']} {hub['data_files'] or ''}".strip())
+    lines = partial(document_lines, rows[column])
+    return written_once(f"{key_of(rows._fingerprint, column)}.txt", lines)
 
-    data: Sequence[str]
-    key: str
 
-    @classmethod
-    def load(cls, hub: Hub) -> "HubText":
-        """Load the column `hub["column"]` of the split `hub["split"]`.
-
-        Raises DataError if the set or the column is unavailable, and for rows that are not text.
-        """
-        column = hub["column"]
-        data = load_rows(hub, hub["split"], ["column"])
-        check_text(data, column, f"{hub['name']} {hub['data_files'] or ''}".strip())
-        return cls(data[column], f"{data._fingerprint} {column}")
+def document_lines(documents: Iterable[str]) -> Iterator[str]:
+    for document in documents:
+        yield from document.splitlines()
 
 
 def check_text(data: Any, column: str, name: str) -> None:
@@ -200,16 +193,13 @@ def check_text(data: Any, column: str, name: str) -> None:
             )
 
 
-Text = HubText | Paths
-
-
-def content_key(cache_dir: str | Path | None, text: Text, *parts: Any) -> str:
+def content_key(cache_dir: Folder, text: Paths, *parts: Any) -> str:
     """Cache key of a result that depends on a text and `parts`.
 
     Without a cache, the function reads no text.
     """
-    if cache_dir is None or isinstance(text, HubText):
-        return key_of(*parts, cache_dir and text.key)
+    if cache_dir is None:
+        return key_of(*parts)
     return key_of(*parts, *(f"{file.suffix}:{content(file)}" for file in text_files(text)))
 
 
@@ -263,7 +253,7 @@ def token_lists(texts: Iterable[str], tokenizer, spans: bool = False) -> Iterato
 
 # ------------------------------------------------------------------------------------------------------ blocks
 def running_blocks(
-    text: Text, tokenizer, length: int, cache_dir: str | Path | None = None, end: str = "\n"
+    text: Paths, tokenizer, length: int, cache_dir: Folder = None, end: str = "\n"
 ) -> np.ndarray:
     """Lines of a document, each with `end`, joined and cut into (n, length) int32.
 
@@ -289,9 +279,7 @@ def running_blocks(
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
-def local_blocks(
-    text: Text, tokenizer, length: int, cache_dir: str | Path | None = None
-) -> np.ndarray:
+def local_blocks(text: Paths, tokenizer, length: int, cache_dir: Folder = None) -> np.ndarray:
     """Blocks [CLS] ... [SEP] of `running_blocks` without line ends, (n, length) int32."""
     return framed(
         running_blocks(text, tokenizer, body_length(tokenizer, length), cache_dir, end=""),
@@ -325,7 +313,7 @@ class Masking:
 
     mask_id: int
     special: np.ndarray  # (V,) bool
-    drawn: int = 0  # random tokens are among the first `drawn` ids; 0: all ids
+    drawn: int  # random tokens are among the first `drawn` ids
 
     @classmethod
     def from_tokenizer(cls, tokenizer) -> "Masking":
@@ -335,7 +323,8 @@ class Masking:
                 f"{type(tokenizer).__name__}: expected a mask token, as in masked language models"
             )
         size = max(tokenizer.get_vocab().values()) + 1
-        return cls(tokenizer.mask_token_id, flag_table(size, tokenizer.all_special_ids))
+        special = flag_table(size, tokenizer.all_special_ids)
+        return cls(tokenizer.mask_token_id, special, size)
 
     def __call__(self, ids: np.ndarray, uniform: np.ndarray) -> dict[str, Tensor]:
         """Mask ids (B, L); return input_ids and labels, (B, L) int64 each.
@@ -347,7 +336,7 @@ class Masking:
         score, action, token = uniform
         score = np.where(self.special[ids], 2.0, score)
         chosen = score <= np.clip(score.min(axis=1, keepdims=True), SHARE, 1.0)
-        random_ids = (token * float(self.drawn or len(self.special))).astype(np.int64)
+        random_ids = (token * float(self.drawn)).astype(np.int64)
         inputs = np.where(chosen & (action < 0.8), self.mask_id, ids)
         inputs = np.where(chosen & (action >= 0.9), random_ids, inputs)
         return {

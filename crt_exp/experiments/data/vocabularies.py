@@ -10,14 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data import DataError, Folder
 from crt_exp.experiments.data.files import cached
-from crt_exp.experiments.data.text import SPECIAL, Text, content_key, lines_of
+from crt_exp.experiments.data.text import SPECIAL, Paths, content_key, lines_of
 
 Kind = Literal["wordpiece", "byte_pairs", "sentencepiece"]
 # WikiText writes <unk> for rare words
@@ -30,7 +29,7 @@ LONGEST = 2**16  # longest line for sentencepiece, in bytes
 
 
 def new_tokenizer(
-    kind: Kind, text: Text, size: int, lowercase: bool = True, cache_dir: str | Path | None = None
+    kind: Kind, text: Paths, size: int, lowercase: bool = True, cache_dir: Folder = None
 ):
     """Train a transformers tokenizer with at most `size` entries.
 
@@ -59,7 +58,7 @@ def fast_tokenizer(description: str, **marks: str):
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(description), **marks)
 
 
-def wordpieces(text: Text, size: int, lowercase: bool) -> str:
+def wordpieces(text: Paths, size: int, lowercase: bool) -> str:
     """JSON of the ids of WordPieces.
 
     The library numbers "##" characters in hash order and breaks ties by this order. Passing the characters as special
@@ -68,11 +67,7 @@ def wordpieces(text: Text, size: int, lowercase: bool) -> str:
     from tokenizers.implementations import BertWordPieceTokenizer
 
     tokenizer = BertWordPieceTokenizer(lowercase=lowercase)
-    counts = Counter()
-    for line in lines_of(text):
-        counts.update(tokenizer.normalize(line))
-    counts.pop(" ", None)
-    alphabet = sorted(sorted(counts, key=lambda c: (-counts[c], c))[:ALPHABET])
+    alphabet = frequent_characters(text, ALPHABET, lowercase)
     first = [*SPECIAL, *("##" + c for c in alphabet)]
     check_size(size, len(first) + len(alphabet), f"the {len(alphabet)} characters of this text")
     tokenizer.train_from_iterator(
@@ -86,7 +81,19 @@ def wordpieces(text: Text, size: int, lowercase: bool) -> str:
     return json.dumps(dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])))
 
 
-def byte_pairs(text: Text, size: int, lowercase: bool) -> str:
+def frequent_characters(text: Paths, count: int, lowercase: bool = True) -> list[str]:
+    """The most frequent characters of a text but blanks, as WordPiece reads it, sorted."""
+    from tokenizers.normalizers import BertNormalizer
+
+    normalizer = BertNormalizer(lowercase=lowercase)
+    counts: Counter[str] = Counter()
+    for line in lines_of(text):
+        counts.update(normalizer.normalize_str(line))
+    counts.pop(" ", None)
+    return sorted(sorted(counts, key=lambda letter: (-counts[letter], letter))[:count])
+
+
+def byte_pairs(text: Paths, size: int, lowercase: bool) -> str:
     """JSON of a byte-pair tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -107,7 +114,7 @@ def byte_pairs(text: Text, size: int, lowercase: bool) -> str:
     return tokenizer.to_str()
 
 
-def pieces(text: Text, size: int, lowercase: bool) -> str:
+def pieces(text: Paths, size: int, lowercase: bool) -> str:
     """JSON of a sentencepiece unigram tokenizer.
 
     A piece that begins a word includes the blank before the word. A line end is a piece of its own. Unknown characters

@@ -33,6 +33,7 @@ from crt_exp.experiments.measure.kernel import generator
 from crt_exp.experiments.models.implicit_policy import ImplicitPolicy
 from crt_exp.experiments.runner import checkpoint
 from crt_exp.experiments.runner.exit_handling import Stopped
+from crt_exp.experiments.tasks.base import Record
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
 from crt_exp.samplers.threads import threads
@@ -236,7 +237,7 @@ def ascend(state: State, g: Tensor, lr: float) -> None:
 
 def evolve(
     plan: Strategy, workers: int, player: Player, seed: int, done: int, directory: Path | None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Record]:
     """Yield the records of a run: generations, evaluations and the final test.
 
     The first `done` records are in the run directory, which also stores the state.
@@ -245,17 +246,14 @@ def evolve(
     if player.policy is not None:
         if state.generation == 0:
             save_state(directory, state)
-        for number in range(state.generation, plan["generations"]):
-            records = [train_generation(plan, workers, player, state, seed, number)]
-            if (number + 1) % plan["evaluate_every"] == 0:
-                records.append(
-                    evaluate(plan, player, state, seed, "validation", plan["evaluated"], number + 1)
-                )
+        while state.generation < plan["generations"]:
+            records = [train_generation(plan, workers, player, state, seed)]
+            if state.generation % plan["evaluate_every"] == 0:
+                records.append(evaluate(plan, player, state, seed, "validation", plan["evaluated"]))
             for record in records:
                 state.records += 1
                 if state.records > done:
                     yield record
-            state.generation = number + 1
             save_state(directory, state)
     yield {**evaluate(plan, player, state, seed, "test", plan["tested"]), "final": True}
 
@@ -268,18 +266,19 @@ def initial_state(player: Player, seed: int) -> State:
 
 
 def train_generation(
-    plan: Strategy, workers: int, player: Player, state: State, seed: int, number: int
-) -> dict[str, Any]:
+    plan: Strategy, workers: int, player: Player, state: State, seed: int
+) -> Record:
     """Take the step of a generation and return its record."""
-    eps = directions(seed, number, plan["population"] // 2, len(state.theta))
-    seeds = seeds_of("train", seed, number, plan["rollouts"])
+    eps = directions(seed, state.generation, plan["population"] // 2, len(state.theta))
+    seeds = seeds_of("train", seed, state.generation, plan["rollouts"])
     thetas = members(state.theta, eps, plan["sigma"])
     returns = play_all(player, thetas, seeds, plan["together"], workers)
     ranks = centered_ranks(np.mean(returns, 1))
     ascend(state, gradient(ranks, eps, plan["sigma"]), plan["lr"])
+    state.generation += 1
     state.rollouts += plan["population"] * plan["rollouts"]
     return {
-        "step": number + 1,
+        "step": state.generation,
         "epoch": 0,
         "split": "train",
         "return": float(np.mean(returns)),
@@ -292,14 +291,8 @@ def train_generation(
 
 
 def evaluate(
-    plan: Strategy,
-    player: Player,
-    state: State,
-    seed: int,
-    split: str,
-    count: int,
-    step: int | None = None,
-) -> dict[str, Any]:
+    plan: Strategy, player: Player, state: State, seed: int, split: str, count: int
+) -> Record:
     """Evaluate theta on rollouts that are equal at all steps."""
     seeds = seeds_of(split, seed, 0, count)
     groups = []
@@ -308,7 +301,7 @@ def evaluate(
         groups += play_all(player, state.theta[None], group, 1, 1)
     returns = np.concatenate(groups)
     return {
-        "step": state.generation if step is None else step,
+        "step": state.generation,
         "epoch": 0,
         "split": split,
         "return": float(returns.mean()),

@@ -98,16 +98,10 @@ class SteppingStones:
         self.decisions = round(seconds / (PERIOD / 2))
         self.model, self.data = body()
         self.boxes = [self.model.geom(f"stone_{i}").id for i in range(STONES)]
-        joints = []
-        for leg in (1, 2, 3, 4):
-            joints += [f"hip_{leg}", f"ankle_{leg}"]
-        actuated = []
-        for i in range(self.model.nu):
-            actuated.append(self.model.joint(self.model.actuator_trnid[i, 0]).name)
-        servos = [actuated.index(joint) for joint in joints]
-        positions = [self.model.joint(joint).qposadr[0] for joint in joints]
-        self.servos = np.array(servos).reshape(4, 2)
-        self.places = np.array(positions).reshape(4, 2)
+        joints = np.arange(1, 9).reshape(4, 2)  # hip and ankle of each leg; joint 0 is the root
+        self.places = self.model.jnt_qposadr[joints]
+        joint_of_servo = self.model.actuator_trnid[:, 0]
+        self.servos = np.argsort(joint_of_servo).reshape(4, 2)
 
     def reset(self, seed: int) -> Observation:
         import mujoco
@@ -361,6 +355,48 @@ def heap(rng: np.random.Generator, particles: int) -> np.ndarray:
     return rng.uniform(*HEAPS.T) + HEAP * rng.standard_normal((particles, 2))
 
 
+# in MuJoCo's own language; joints and servos of an arm: shoulder, elbow, brush
+TABLE_MODEL = """
+<mujoco>
+  <option integrator="implicitfast" timestep="{step}" gravity="0 0 0"/>  <!-- the table carries all bodies -->
+  <default>
+    <joint axis="0 0 1" damping="0.5"/>
+    <position kp="60" kv="4"/>
+    <default class="link"><geom type="capsule" fromto="0 0 0 {link} 0 0" size="0.03" mass="0.5" contype="0"
+      conaffinity="0"/></default>
+    <default class="brush"><geom type="box" size="0.02 {brush} 0.04" mass="0.1" contype="2"/></default>
+    <default class="disc"><geom type="cylinder" size="{disc} 0.02" mass="0.02" conaffinity="3"/></default>
+  </default>
+  <worldbody>{bodies}
+  </worldbody>
+  <actuator>{servos}
+  </actuator>
+</mujoco>"""
+ARM_MODEL = """
+    <body pos="{x} {y} 0.3">
+      <joint name="shoulder_{arm}"/>
+      <geom class="link"/>
+      <body pos="{link} 0 0">
+        <joint name="elbow_{arm}"/>
+        <geom class="link"/>
+        <body pos="{link} 0 0">
+          <joint name="brush_{arm}" type="slide" damping="1"/>
+          <geom class="brush" pos="0 0 -0.27"/>
+        </body>
+      </body>
+    </body>"""
+SERVOS_MODEL = """
+    <position joint="shoulder_{arm}"/>
+    <position joint="elbow_{arm}"/>
+    <position joint="brush_{arm}"/>"""
+PARTICLE_MODEL = """
+    <body pos="0 0 0.02">
+      <joint type="slide" axis="1 0 0"/>
+      <joint type="slide" axis="0 1 0"/>
+      <geom class="disc"/>
+    </body>"""
+
+
 def table(particles: int):
     """Build the model: two arms, and particles that slide in x and y.
 
@@ -368,46 +404,14 @@ def table(particles: int):
     """
     import mujoco
 
-    slide = mujoco.mjtJoint.mjJNT_SLIDE
-    hinge = mujoco.mjtJoint.mjJNT_HINGE
-    capsule = mujoco.mjtGeom.mjGEOM_CAPSULE
-    box = mujoco.mjtGeom.mjGEOM_BOX
-    disc = mujoco.mjtGeom.mjGEOM_CYLINDER
-    spec = mujoco.MjSpec()
-    spec.option.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
-    spec.option.timestep = STEP
-    spec.option.gravity = [0, 0, 0]  # the table carries all bodies
-    for arm, base in enumerate(BASES):
-        parent = spec.worldbody.add_body(pos=[*base, 0.3])
-        for joint in ("shoulder", "elbow"):
-            parent.add_joint(name=f"{joint}_{arm}", type=hinge, axis=[0, 0, 1], damping=[0.5, 0, 0])
-            parent.add_geom(
-                type=capsule,
-                fromto=[0, 0, 0, LINKS, 0, 0],
-                size=[0.03, 0, 0],
-                mass=0.5,
-                contype=0,
-                conaffinity=0,
-            )
-            parent = parent.add_body(pos=[LINKS, 0, 0])
-        parent.add_joint(name=f"brush_{arm}", type=slide, axis=[0, 0, 1], damping=[1.0, 0, 0])
-        parent.add_geom(
-            type=box,
-            size=[0.02, BRUSH, 0.04],
-            pos=[0, 0, -0.27],
-            mass=0.1,
-            contype=2,
-            conaffinity=1,
-        )
-        for joint in ("shoulder", "elbow", "brush"):
-            servo = spec.add_actuator(
-                name=f"{joint}_{arm}", target=f"{joint}_{arm}", trntype=mujoco.mjtTrn.mjTRN_JOINT
-            )
-            servo.set_to_position(kp=60, kv=4)
-    for i in range(particles):
-        body = spec.worldbody.add_body(pos=[0, 0, 0.02])
-        for axis, joint in (([1, 0, 0], "x"), ([0, 1, 0], "y")):
-            body.add_joint(name=f"{joint}_{i}", type=slide, axis=axis, damping=[0.5, 0, 0])
-        body.add_geom(type=disc, size=[DISC, 0.02, 0], mass=0.02, contype=1, conaffinity=3)
-    model = spec.compile()
+    bodies = ""
+    servos = ""
+    for arm, (x, y) in enumerate(BASES):
+        bodies += ARM_MODEL.format(arm=arm, x=x, y=y, link=LINKS)
+        servos += SERVOS_MODEL.format(arm=arm)
+    bodies += PARTICLE_MODEL * particles
+    content = TABLE_MODEL.format(
+        step=STEP, link=LINKS, brush=BRUSH, disc=DISC, bodies=bodies, servos=servos
+    )
+    model = mujoco.MjModel.from_xml_string(content)
     return model, mujoco.MjData(model)

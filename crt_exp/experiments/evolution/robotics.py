@@ -12,7 +12,7 @@ from pydantic import Field
 from crt_exp.experiments.evolution import Player, Strategy, evolve
 from crt_exp.experiments.evolution.environments import Environment, SteppingStones, SweepingArms
 from crt_exp.experiments.models.implicit_policy import ImplicitPolicy
-from crt_exp.experiments.tasks.base import Measurement, task_class
+from crt_exp.experiments.tasks.base import Measurement, Record, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count, Positive
 
@@ -85,13 +85,11 @@ class Robotics(Measurement):
         policy = None if self.looks == "random" else self.model
         return Player(self.world, tuple(self.options.items()), policy, mechanism)
 
-    def records(
-        self, mechanism: Mechanism, seed: int, done: list[dict] = ()
-    ) -> Iterator[dict[str, Any]]:
+    def records(self, mechanism: Mechanism, seed: int, done: list[Record] = ()) -> Iterator[Record]:
         player = self.player(mechanism)
         return evolve(self.strategy, self.workers, player, seed, len(done), self.directory)
 
-    def summary(self, records: list[dict]) -> str:
+    def summary(self, records: list[Record]) -> str:
         last = records[-1]
         return (
             f"{self.name}: return {last['return']:.3f} ± {last['std']:.3f} over {len(last['returns'])} rollouts "

@@ -24,8 +24,15 @@ from torchaudio.models.conformer import ConformerLayer
 from torchaudio.transforms import MelSpectrogram
 
 from crt_exp.attention.checks import outside_graphs
+from crt_exp.experiments.data.plan import length_mask
 from crt_exp.experiments.data.vocabularies import Symbols
-from crt_exp.experiments.models.folder import TRANSDUCER, check_shapes, open_folder, save_folder
+from crt_exp.experiments.models.folder import (
+    TRANSDUCER,
+    Tensors,
+    check_shapes,
+    open_folder,
+    save_folder,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.samplers.noise import no_autocast
@@ -118,11 +125,6 @@ def subsampled_length(frames):
     return ((frames - 1) // 2 - 1) // 2
 
 
-def frame_mask(lengths: Tensor, most: int) -> Tensor:
-    """Lengths (B,) -> mask (B, most), True for real frames."""
-    return torch.arange(most, device=lengths.device) < lengths[:, None]
-
-
 class LogMel(nn.Module):
     """Log-mel features: (B, N) int16 audio -> (B, frames, mels).
 
@@ -148,7 +150,7 @@ class LogMel(nn.Module):
             audio = audio.to(self.spectrum.spectrogram.window.dtype) / 2**15
             x = torch.log(self.spectrum(F.pad(audio, self.around)) + FLOOR).mT
             frames = frames_of(samples, self.rate)
-            keep = frame_mask(frames, x.shape[1])[:, :, None]
+            keep = length_mask(frames, x.shape[1])[:, :, None]
             count = frames[:, None, None]
             centred = (x - (x * keep).sum(1, keepdim=True) / count) * keep
             return centred / (centred.square().sum(1, keepdim=True) / count + 1e-5).sqrt(), frames
@@ -263,7 +265,7 @@ class Encoder(nn.Module):
             x = apply_spec_augment(x, bands, spans)
         x = self.subsampling(x).transpose(0, 1)
         lengths = subsampled_length(frames)
-        keep = frame_mask(lengths, len(x))
+        keep = length_mask(lengths, len(x))
         for layer in self.layers:
             x = layer(x, keep)
         kind = self.subsampling.out.weight.dtype  # sharded layers return float32
@@ -398,7 +400,6 @@ def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list
     joiner = model.joiner
     rows = torch.arange(len(encoded), device=encoded.device)
     heard = joiner.heard(encoded)
-    state = None
     said, state = model.predictor(torch.full_like(lengths, model.blank)[:, None])
     frame = torch.zeros_like(lengths)
     here = torch.zeros_like(lengths)
@@ -418,9 +419,9 @@ def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list
         here = torch.where(says, here + 1, 0)
         frame = frame + (active & ~says)
     hypotheses = []
-    for symbols, frames in torch.stack(steps).permute(2, 1, 0).tolist():
-        said = [i for i, symbol in enumerate(symbols) if symbol != model.blank]
-        hypotheses.append(Hypothesis([symbols[i] for i in said], [frames[i] for i in said]))
+    for symbols, frames in torch.stack(steps).permute(2, 1, 0):
+        recognised = symbols != model.blank
+        hypotheses.append(Hypothesis(symbols[recognised].tolist(), frames[recognised].tolist()))
     return hypotheses
 
 
@@ -433,7 +434,7 @@ class Recogniser(NamedTuple):
     sizes: ConformerSizes
     mechanism: Mechanism
 
-    def build(self, tensors: dict[str, Tensor] | None = None) -> nn.Module:
+    def build(self, tensors: Tensors | None = None) -> nn.Module:
         """Build the model with new weights, or with those of a run in eval mode.
 
         The tensors of a run include its random projections.
@@ -445,7 +446,7 @@ class Recogniser(NamedTuple):
         return model if tensors is None else model.eval()
 
 
-def save_model(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) -> None:
+def save_model(recogniser: Recogniser, tensors: Tensors, directory: Path) -> None:
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     symbols = recogniser.symbols
     config = {
@@ -459,16 +460,12 @@ def save_model(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Pa
     save_folder(directory, config, tensors, files)
 
 
-def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
+def load(run: str | Path, option: str) -> tuple[Recogniser, Tensors]:
     """Load the recogniser and the weights of a run. Raises DataError naming `option`."""
     with open_folder(run, option, TRANSDUCER, "task=librispeech") as (folder, config, tensors):
-        kind = config["symbols"]["kind"]
-        entries = tuple(config["symbols"]["entries"])
-        symbols = (
-            Symbols.from_pieces((folder / PIECES).read_bytes())
-            if kind == "pieces"
-            else Symbols(kind, entries)
-        )
+        symbols = Symbols(config["symbols"]["kind"], tuple(config["symbols"]["entries"]))
+        if symbols.kind == "pieces":
+            symbols = Symbols.from_pieces((folder / PIECES).read_bytes())
         mechanism = Mechanism.from_saved(config["attention"], f"{option}={run}")
         rate = config["rate"]
         sizes = config["sizes"]

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.sources import from_hub, reason_of
 from crt_exp.experiments.models import folder
-from crt_exp.experiments.models.folder import whole_folder
+from crt_exp.experiments.models.folder import Tensors, whole_folder
 from crt_exp.mechanism import Mechanism
 from crt_exp.optional import explain
 from crt_exp.registry import ConfigError, differences, fetched
@@ -244,13 +244,10 @@ def check_length(config, length: int, option: str) -> None:
         torch.device("meta"),
     ):  # takes neither memory nor random numbers
         model = AutoModel.from_config(config)
-    tables = [
-        module for name, module in model.named_modules() if name.endswith("position_embeddings")
-    ]
-    skipped = [
-        table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None
-    ]
-    most -= max(skipped, default=0)
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            most = min(most, module.num_embeddings - padding - 1)
     if length > most:
         raise ConfigError(
             f"{option}={length}: expected at most {most} tokens, the positions of the model"
@@ -270,7 +267,7 @@ def buildable(option: str, library: str = "transformers") -> Iterator[None]:
         raise ConfigError(explain(error) or cause) from None
 
 
-def save_model(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:
+def save_model(model: nn.Module, tensors: Tensors, tokenizer, directory: Path) -> None:
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     with whole_folder(directory) as path, quiet():
         model.save_pretrained(path, state_dict=tensors)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from crt_exp.experiments.data import DataError
 from crt_exp.registry import ConfigError, json_object, read_yaml
 
+Tensors = dict[str, Tensor]
 MODEL = "model"
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -60,14 +61,14 @@ def whole_folder(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: Tensors, path: Path) -> None:
     """Save tensors of any device as safetensors, each with its own storage."""
     save_file(
         {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path
     )
 
 
-def without(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+def without(tensors: Mapping[str, Tensor], part: str) -> Tensors:
     """The tensors whose names do not contain a part, such as ".swapped."."""
     return {name: tensor for name, tensor in tensors.items() if part not in name}
 
@@ -110,7 +111,7 @@ def check_shapes(
         raise ConfigError(f"{named}: {wrong} from {CONFIG}")
 
 
-def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
+def take_weights(model: nn.Module, tensors: Tensors, source: str) -> None:
     """Load the weights of a saved recogniser into a model with any attention.
 
     The random projections of the model stay. Raises ConfigError for a weight that is missing or has another shape.
@@ -171,7 +172,7 @@ def save_folder(
 @contextmanager
 def open_folder(
     run: str | Path, option: str, kind: str, task: str
-) -> Iterator[tuple[Path, dict[str, Any], dict[str, Tensor]]]:
+) -> Iterator[tuple[Path, dict[str, Any], Tensors]]:
     """Context manager: yield the folder, config and tensors of a run's model.
 
     Errors of the folder and of the with block become a DataError naming `option`; ConfigError passes unchanged.

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.state import make_room
 from crt_exp.experiments.models.folder import (
+    Tensors,
     check_shapes,
     mismatch,
     open_folder,
@@ -357,10 +358,10 @@ class SavedLanguageModel(NamedTuple):
     description: LanguageDescription
     mechanism: Mechanism
     symbols: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: Tensors
     named: str
 
-    def untied(self) -> dict[str, Tensor]:
+    def untied(self) -> Tensors:
         """The tensors, including head weights that are tied to the embeddings."""
         tied = self.description.tied and "symbol.weight" in self.tensors
         return self.tensors | ({"head.weight": self.tensors["symbol.weight"]} if tied else {})
@@ -380,7 +381,7 @@ def save_model(
     description: LanguageDescription,
     mechanism: Mechanism,
     symbols: dict[str, Any],
-    tensors: dict[str, Tensor],
+    tensors: Tensors,
     directory: Path,
 ) -> None:
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""

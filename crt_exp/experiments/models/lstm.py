@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.experiments.data.text import IGNORED
-from crt_exp.experiments.models.folder import check_shapes, open_folder, save_folder
+from crt_exp.experiments.models.folder import Tensors, check_shapes, open_folder, save_folder
 from crt_exp.validation import Count, Rate, check_options
 
 KIND = "word_lstm"
@@ -130,7 +130,7 @@ def save_model(
     body: WordLSTM,
     words: tuple[str, ...],
     temperature: float,
-    tensors: dict[str, Tensor],
+    tensors: Tensors,
     directory: Path,
 ) -> None:
     """Write `<directory>/model` atomically from the state of `body`. Raises OSError."""

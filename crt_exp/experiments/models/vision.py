@@ -24,6 +24,7 @@ from crt_exp.experiments.models.encoders import EXACT, attention_changes, builda
 from crt_exp.experiments.models.folder import (
     CONFIG,
     MODEL,
+    Tensors,
     mismatch,
     refuse_adapters,
     save_tensors,
@@ -228,7 +229,7 @@ class Checkpoint(NamedTuple):
     description: VisionDescription | None
     attention: dict[str, Any]  # `crt_exp` of config.json; empty for exact attention
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Tensors:
         """The weights with timm's names, without random projections. Raises DataError."""
         config = self.path / CONFIG
         if config.is_file() and json_object(config).get("model_type") == "vit_mae":
@@ -266,7 +267,7 @@ def checkpoint_of(init: str) -> Checkpoint | None:
     )
 
 
-def tensors_of(path: Path, named: str) -> dict[str, Tensor]:
+def tensors_of(path: Path, named: str) -> Tensors:
     """Load the tensors of a safetensors or torch.save file, or of a folder. Raises DataError."""
     from timm.models import load_state_dict
 
@@ -277,7 +278,7 @@ def tensors_of(path: Path, named: str) -> dict[str, Tensor]:
         raise DataError(f"{named}: {file}: not readable as weights: {reason_of(error)}") from None
 
 
-def mae_weights(folder: Path, named: str) -> dict[str, Tensor]:
+def mae_weights(folder: Path, named: str) -> Tensors:
     """The encoder of transformers' ViTMAE with timm's names.
 
     The outputs are equal if the norms have the same epsilon. Raises DataError.
@@ -391,7 +392,7 @@ def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
         )
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor], named: str, new_head: bool) -> None:
+def load_weights(model: nn.Module, weights: Tensors, named: str, new_head: bool) -> None:
     """Load weights with timm's names; timm interpolates position embeddings.
 
     A missing head stays as it is. Raises DataError for weights of another width, depth or kind.
@@ -436,7 +437,7 @@ def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
 def save_model(
     description: VisionDescription,
     mechanism: Mechanism,
-    tensors: dict[str, Tensor],
+    tensors: Tensors,
     directory: Path,
 ) -> None:
     """Write `<directory>/model` atomically from the model's weights. Raises OSError."""

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -14,11 +15,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from crt_exp.experiments.data.plan import Limit, Plan
+from crt_exp.experiments.models.folder import Tensors
 from crt_exp.experiments.predictions import Prediction
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import checked
 
 PROGRESS = {"delay": 10, "mininterval": 10}  # seconds before and between lines of progress
+Metrics = dict[str, float]
+Record = dict[str, Any]  # a line of metrics.jsonl
 Batch = Any  # tensors in dicts, lists or tuples; the trainer moves them to the device
 
 
@@ -44,7 +48,7 @@ class BaseTask(ABC):
         return ()
 
     @abstractmethod
-    def summary(self, records: list[dict]) -> str:
+    def summary(self, records: list[Record]) -> str:
         """One-line result for the terminal."""
 
 
@@ -66,23 +70,23 @@ class Measurement(BaseTask):
         """Whether the task accepts a mechanism without a feature map."""
         return False
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[Record]:
         raise NotImplementedError
 
     def records(
-        self, mechanism: Mechanism, seed: int, done: Sequence[dict] = ()
-    ) -> Iterator[dict[str, Any]]:
-        last: dict[str, Any] = {}
+        self, mechanism: Mechanism, seed: int, done: Sequence[Record] = ()
+    ) -> Iterator[Record]:
+        last: Record = {}
         for step, row in enumerate(self.rows(mechanism, seed)):
             if last and step > len(done):
                 yield last
             last = {"step": step, "epoch": 0, "split": "test", **row}
         yield {**last, "final": True}
 
-    def save_results(self, records: list[dict], directory: Path) -> None:
+    def save_results(self, records: list[Record], directory: Path) -> None:
         """Write tables and figures to the run directory, before the final record."""
 
-    def summary(self, records: list[dict]) -> str:
+    def summary(self, records: list[Record]) -> str:
         value = records[-1][self.metric]
         if isinstance(value, float):
             return f"{self.metric} {value:.4g}"
@@ -134,7 +138,7 @@ class TrainingTask(BaseTask):
         """Return the mean loss of a micro-batch, a scalar."""
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, split: str, reader: "Reader") -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: "Reader") -> Metrics:
         """Compute the metrics of a split; rates are fractions, not percentages.
 
         Each process reads its share with `reader.batches(split)`, of all rows or of a sample (trainer.evaluate).
@@ -218,13 +222,13 @@ class TrainingTask(BaseTask):
         """
         return parameter.dim() >= 2
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         """Save the final weights in the run directory; the default saves nothing.
 
         tensors: the full state dict of `model`. Only the first process calls it, before the final record.
         """
 
-    def summary(self, records: list[dict]) -> str:
+    def summary(self, records: list[Record]) -> str:
         last = records[-1]
         metrics = []
         for key in (self.metric, *self.reported):
@@ -303,6 +307,26 @@ class Reader:
         """Sum each value (number or scalar tensor) over all processes, in float64."""
         scalars = [torch.as_tensor(value).detach().to("cpu", torch.float64) for value in values]
         return torch.stack(self._all(torch.stack(scalars))).sum(0).tolist()
+
+    @torch.no_grad()
+    def means(
+        self, split: str, measure: Callable[[Batch], dict[str, Any]], counted: str = ""
+    ) -> Metrics:
+        """Means over a split, and their number under the name `counted`.
+
+        measure: sums over a micro-batch, and their `count`, as integers or scalar tensors.
+        """
+        totals: Counter[str] = Counter()
+        for batch in self.batches(split):
+            for name, value in measure(batch).items():
+                totals[name] += torch.as_tensor(value).item()
+        names = dict.fromkeys(self.gather([*totals]))  # a process without rows has none
+        sums = dict(zip(names, self.sum(*[totals[name] for name in names])))
+        count = sums.pop("count")
+        means = {name: total / count for name, total in sums.items()}
+        if counted:
+            means[counted] = count
+        return means
 
     def gather(self, rows: list) -> list:
         """Concatenate the rows of all processes, in the order of the split."""
@@ -389,7 +413,7 @@ def jackknife_values(metric: str, predictions: Any, labels: Any, parts: int) -> 
     return values
 
 
-def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, float]:
+def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> Metrics:
     """Word and character error rates over all utterances.
 
     `wer` is the sum of substitutions, deletions and insertions, each as a fraction of the reference words. `cer` and

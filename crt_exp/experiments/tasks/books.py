@@ -18,11 +18,11 @@ from torch import nn
 
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.corpora import Rows, TokenText
-from crt_exp.experiments.data.plan import bucketed, pad_rows, token_batch
+from crt_exp.experiments.data.plan import bucketed, token_batch
 from crt_exp.experiments.data.sources import stand_in
-from crt_exp.experiments.data.text import IGNORED, Masking, flag_table, split_files
+from crt_exp.experiments.data.text import Masking, flag_table, split_files
 from crt_exp.experiments.data.vocabularies import fast_tokenizer, new_tokenizer
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, exp, task_class
+from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, exp, task_class
 from crt_exp.experiments.tasks.sequences import SymbolTask
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, FileName
@@ -62,32 +62,31 @@ class Books(SymbolTask):
         files = self.files()
         if self.saved is not None and "tokenizer" in self.saved.symbols:
             tokenizer = fast_tokenizer(self.saved.symbols["tokenizer"])
-            end = self.saved.symbols["end"]
+            self.end = self.saved.symbols["end"]
         else:
             tokenizer = new_tokenizer(
                 self.vocabulary, files["train"], self.vocabulary_size, False, self.cache_dir
             )
-            end = tokenizer.eos_token_id
-        self.end = end
+            self.end = tokenizer.eos_token_id
         self.predictable = max(tokenizer.get_vocab().values()) + 1
         mask = {} if self.causal else {"mask": self.predictable}  # one more symbol
         self.describe(
             self.predictable + len(mask),
             self.max_length,
-            {"tokenizer": tokenizer.backend_tokenizer.to_str(), "end": end} | mask,
+            {"tokenizer": tokenizer.backend_tokenizer.to_str(), "end": self.end} | mask,
         )
-        texts = {
-            split: TokenText.read(own, tokenizer, end, apart, self.cache_dir)
-            for split, own in files.items()
-        }
-        texts = texts if len(texts) > 1 else texts["train"].held_out(HELD_OUT, apart)
+        texts = {}
+        for split, own in files.items():
+            texts[split] = TokenText.read(own, tokenizer, self.end, apart, self.cache_dir)
+        if len(texts) == 1:
+            texts = texts["train"].held_out(HELD_OUT, apart)
         self.data = {}
         for split, text in texts.items():
             if apart:
-                self.data[split] = Rows.of_lines(text, self.max_length, end)
+                self.data[split] = Rows.of_lines(text, self.max_length, self.end)
             else:
                 whole = split != "train"
-                self.data[split] = Rows.packed(text, self.max_length, end, whole=whole)
+                self.data[split] = Rows.packed(text, self.max_length, self.end, whole=whole)
         if short := next((split for split, data in self.data.items() if not len(data)), None):
             raise DataError(
                 f"task.max_length={self.max_length}: {short} has only {len(texts[short].tokens)} tokens; "
@@ -128,13 +127,12 @@ class Books(SymbolTask):
             tokens = []
             labels = []
             for i in numbers:
-                row = data[places[i]]
+                inputs, targets = data[places[i]]
                 if not self.causal:
-                    row = self.masking.mask_row(row.labels, plan.rng(i))
-                row_tokens, row_labels = row
-                tokens.append(row_tokens)
-                labels.append(row_labels)
-            yield token_batch(tokens, self.end) | {"labels": pad_rows(labels, IGNORED)}
+                    inputs, targets = self.masking.mask_row(targets, plan.rng(i))
+                tokens.append(inputs)
+                labels.append(targets)
+            yield token_batch(tokens, self.end, labels)
 
     @cached_property
     def masking(self) -> Masking:
@@ -144,7 +142,7 @@ class Books(SymbolTask):
 
     # ---- metrics
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         metrics = super().evaluate(model, split, reader)
         ratio = self.data[split].tokens_per_word(self.places[split])
         return metrics | {

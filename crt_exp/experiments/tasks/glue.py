@@ -27,9 +27,11 @@ from crt_exp.experiments.predictions import Prediction
 from crt_exp.experiments.tasks.base import (
     METRICS,
     Batch,
+    Metrics,
     Plan,
     Reader,
     Task,
+    Tensors,
     jackknife_values,
     task_class,
 )
@@ -72,10 +74,10 @@ class GLUE(Task):
     split: tuple[Positive, Positive, Positive] | None = None
 
     predictions = True
+    validation = "dev"
+    test = None
 
     def __post_init__(self):
-        self.validation = "dev"
-        self.test = None
         if self.csv is not None or self.hub["name"] is not None:
             self.glue_task, self.texts = self.own_texts()
             self.validation = "validation"
@@ -85,6 +87,9 @@ class GLUE(Task):
             for name in OWN:
                 if getattr(self, name) is not None:
                     raise ConfigError(f"task.{name}: only for task.csv=FILE or task.hub.name=NAME")
+            self.texts = {}
+            for part in self.glue_task.splits:
+                self.texts[part] = glue.load(self.dataset, part, self.data_dir, self.source)
         self.metric = self.glue_task.metrics[0]
         self.origin = encoders.origin_of(self.model, self.init)
         names = dict(enumerate(self.glue_task.names)) or {0: "score"}
@@ -98,11 +103,6 @@ class GLUE(Task):
         encoders.check_length(self.config, self.max_length, "task.max_length")
         self.tokenizer = encoders.load_tokenizer(self.origin)
         encoders.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
-        if self.test is None:
-            self.texts = {
-                part: glue.load(self.dataset, part, self.data_dir, self.source)
-                for part in self.glue_task.splits
-            }
         self.published = self.length("train")
         if self.examples:
             _, self.texts["train"] = self.texts["train"].sample(self.examples)
@@ -188,7 +188,7 @@ class GLUE(Task):
             return F.cross_entropy(outputs, labels, reduction="none")
         return F.mse_loss(outputs, labels, reduction="none")
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         self.predicted = []
         metrics = self.evaluate_part(model, split, reader)
         if split == "dev" and "dev_mm" in self.glue_task.splits:
@@ -199,7 +199,7 @@ class GLUE(Task):
             "train_examples_available": self.published,
         }
 
-    def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Metrics over all examples of one split.
 
         With task.parts, the last split also gets the jackknife values of the first metric.
@@ -245,7 +245,7 @@ class GLUE(Task):
             rows.append(row)
         return rows
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         encoders.save_model(model, tensors, self.tokenizer, directory)
 
     def summary(self, records: list[dict]) -> str:

@@ -7,6 +7,7 @@ Notation: B rows of a batch, C classes, H = W pixels of a side.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -18,16 +19,16 @@ from crt_exp.experiments.data import check_classes
 from crt_exp.experiments.data import images as data
 from crt_exp.experiments.data.loading import (
     Generator,
-    Micro,
     Workers,
     by_workers,
     evaluation_order,
-    listed_batches,
+    image_batch,
+    listed_rows,
     seeded_globals,
 )
 from crt_exp.experiments.data.sources import SOURCES, Place, is_on_hub, refuse_data_dir, task_folder
 from crt_exp.experiments.models import vision
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, task_class
+from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, Task, Tensors, task_class
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
@@ -102,9 +103,8 @@ class ImageTask(Task):
         Raises DataError for an unreadable image.
         """
         part = self.splits[split]
-        micro = Micro(part.read, transform, finish, plan.rng)
-        asked = listed_batches(part, split, plan, repeats)
-        yield from by_workers(micro, asked, self.workers)
+        make = partial(image_batch, part, plan.rng, transform, finish)
+        yield from by_workers(make, listed_rows(len(part), split, plan, repeats), self.workers)
 
     def decays(self, name: str, parameter: nn.Parameter) -> bool:
         """Exclude position embeddings and tokens from weight decay, as MAE and DeiT do."""
@@ -251,33 +251,36 @@ class ImageNet(ImageTask):
 
     # ---- results
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Loss in nats, top-1 and top-5 accuracy."""
-        loss = right = near = count = 0
         answers = []
-        for batch in reader.batches(split):
+
+        def measure(batch: Batch) -> dict[str, Any]:
             logits = model(batch["images"]).float()
             labels = batch["targets"]
-            loss += float(F.cross_entropy(logits, labels, reduction="sum").double())
             likely = logits.topk(min(NAMED_CLASSES, len(self.classes))).indices
             hits = likely == labels[:, None]
-            answers += zip(labels.tolist(), likely[:, 0].tolist())
-            right = right + int(hits[:, 0].sum())
-            near = near + int(hits.sum())
-            count = count + len(labels)
-        loss, right, near, count = reader.sum(loss, right, near, count)
-        if not math.isfinite(loss):
+            answers.extend(zip(labels.tolist(), likely[:, 0].tolist()))
+            return {
+                "accuracy": hits[:, 0].sum(),
+                "accuracy_top5": hits.sum(),
+                "loss": F.cross_entropy(logits, labels, reduction="sum"),
+                "count": len(labels),
+            }
+
+        means = reader.means(split, measure)
+        if not math.isfinite(means["loss"]):
             raise NotFinite("the loss is not finite; try a lower trainer.lr")
-        answers = reader.gather(answers)
+        every = reader.gather(answers)
         self.predicted = []
         rows = self.length(split)
         order = evaluation_order(rows)[reader.plan.evaluated(rows)]
-        for name, (label, answer) in zip(self.splits[split].names(order), answers):
+        for name, (label, answer) in zip(self.splits[split].names(order), every):
             row = {"label": self.classes[label], "prediction": self.classes[answer]}
             self.predicted.append({"example": name, **row})
-        return {"accuracy": right / count, "accuracy_top5": near / count, "loss": loss / count}
+        return means
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         """Save the model as `<run>/model`."""
         vision.save_model(self.description, self.mechanism, tensors, directory)
 

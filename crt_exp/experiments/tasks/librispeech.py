@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from crt_exp.experiments.data import DataError, speech
 from crt_exp.experiments.data.loading import Workers, by_workers
+from crt_exp.experiments.data.plan import SPLITS
 from crt_exp.experiments.data.sources import Place, is_on_hub, stand_in, task_folder
 from crt_exp.experiments.data.vocabularies import LETTERS, Symbols
 from crt_exp.experiments.models import conformer_transducer
@@ -30,21 +31,19 @@ from crt_exp.experiments.models.conformer_transducer import (
     greedy,
 )
 from crt_exp.experiments.models.folder import take_weights
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, error_rates, task_class
+from crt_exp.experiments.tasks.base import (
+    Batch,
+    Metrics,
+    Plan,
+    Reader,
+    Task,
+    Tensors,
+    error_rates,
+    task_class,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, Files, Positive, Several, Share, Whole, check_options, warn
-
-INPUTS = (
-    "audio",
-    "samples",
-    "targets",
-    "target_lengths",
-    "bands",
-    "spans",
-)  # model inputs in a batch
-SPLITS = ("train", "validation", "test")
-
 
 Subsets = TypedDict("Subsets", dict.fromkeys(SPLITS, Several[str]))
 Strings = TypedDict("Strings", dict.fromkeys(SPLITS, Count))
@@ -261,7 +260,7 @@ class LibriSpeech(Task):
 
     # ---- model
 
-    def load_origin(self) -> dict[str, Tensor]:
+    def load_origin(self) -> Tensors:
         """Weights of the run in task.init, which must have the same symbols and rate."""
         known, tensors = conformer_transducer.load(self.init, "task.init")
         if known.symbols != self.vocabulary:
@@ -283,16 +282,13 @@ class LibriSpeech(Task):
             take_weights(model, self.origin, f"task.init={self.init}")
         return model
 
-    def model_inputs(self, batch: Batch) -> dict[str, Tensor]:
-        return {name: batch[name] for name in INPUTS if name in batch}
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(**self.model_inputs(batch)).mean()
 
     def weight(self, batch: Batch) -> int:
         return len(batch["rows"])
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         loss = 0.0
         rows = []
         for batch in reader.batches(split):
@@ -312,6 +308,6 @@ class LibriSpeech(Task):
         rates = error_rates(texts, recognised)
         return {"loss": loss / len(rows), "utterances": len(rows)} | rates
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         """Save <run>/model."""
         conformer_transducer.save_model(self.recogniser, tensors, directory)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.experiments.data import arena, check_classes, images
-from crt_exp.experiments.data.arena import LONGEST, PAGES, SPLITS, Dataset, Labelled
+from crt_exp.experiments.data.arena import LONGEST, PAGES, Dataset, Labelled
 from crt_exp.experiments.data.images import DIGITS, VALUES, square_image
-from crt_exp.experiments.data.plan import by_length, row_sample, token_batch
+from crt_exp.experiments.data.plan import SPLITS, by_length, row_sample, token_batch
 from crt_exp.experiments.data.sources import task_folder
 from crt_exp.experiments.models.language import Classifier
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
+from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, task_class
 from crt_exp.experiments.tasks.sequences import SequenceTask, SymbolTask
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count
@@ -108,25 +108,21 @@ class LRA(SequenceTask):
 
     # ---- metrics
 
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Accuracy, loss, and accuracy of the majority class of the training split."""
         majority = int(np.bincount(self.arena.splits["train"].labels).argmax())
-        loss = correct = count = majority_count = 0
-        for batch in reader.batches(split):
+
+        def measure(batch: Batch) -> dict[str, Any]:
             logits = self.outputs(model, batch)
             labels = batch["labels"]
-            loss += float(F.cross_entropy(logits, labels, reduction="sum"))
-            correct += int((logits.argmax(-1) == labels).sum())
-            majority_count += int((labels == majority).sum())
-            count += len(labels)
-        loss, correct, count, majority_count = reader.sum(loss, correct, count, majority_count)
-        return {
-            "accuracy": correct / count,
-            "loss": loss / count,
-            "majority_accuracy": majority_count / count,
-            "examples": count,
-        }
+            return {
+                "accuracy": (logits.argmax(-1) == labels).sum(),
+                "loss": F.cross_entropy(logits, labels, reduction="sum"),
+                "majority_accuracy": (labels == majority).sum(),
+                "count": len(labels),
+            }
+
+        return reader.means(split, measure, "examples")
 
 
 def lengths_of(data: Labelled, together: int) -> np.ndarray:
@@ -210,7 +206,7 @@ class Pixels(SymbolTask):
 
     # ---- metrics
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         metrics = super().evaluate(model, split, reader)
         return metrics | {
             "bits_per_dim": metrics["loss"] / math.log(2),

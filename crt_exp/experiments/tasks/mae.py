@@ -7,7 +7,7 @@ Notation: B rows of a batch, P patches.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from crt_exp.experiments.data.loading import Generator
 from crt_exp.experiments.models import encoders
 from crt_exp.experiments.models.vision import MEAN, STD, VisionDescription, check_patch
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
+from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, Tensors, task_class
 from crt_exp.experiments.tasks.imagenet import ImageTask, Part, training_transform
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
@@ -151,23 +151,22 @@ class MAE(ImageTask):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(**batch).loss.float()
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Mean squared error of masked pixels.
 
         Predicting the mean colour of each patch has error 1.
         """
-        total = 0.0
-        count = 0
-        for batch in reader.batches(split):
-            size = len(batch["noise"])
-            total = total + float(model(**batch).loss) * size
-            count = count + size
-        total, count = reader.sum(total, count)
-        if not np.isfinite(total):
-            raise NotFinite("predicted pixels are not finite; try a lower trainer.lr")
-        return {"loss": total / count}
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        def measure(batch: Batch) -> dict[str, Any]:
+            count = len(batch["noise"])
+            return {"loss": model(**batch).loss.double() * count, "count": count}
+
+        loss = reader.means(split, measure)["loss"]
+        if not np.isfinite(loss):
+            raise NotFinite("predicted pixels are not finite; try a lower trainer.lr")
+        return {"loss": loss}
+
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         """Save `<run>/model` for from_pretrained and for task.init of task=imagenet."""
         from transformers import ViTImageProcessorPil
 

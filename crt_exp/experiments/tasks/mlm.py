@@ -8,6 +8,7 @@ Notation: B rows of a batch, L tokens of a block, n predicted tokens, V entries 
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,16 @@ from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.sources import Hub, Place, refuse_data_dir
 from crt_exp.experiments.data.vocabularies import new_tokenizer
 from crt_exp.experiments.models import encoders
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
+from crt_exp.experiments.tasks.base import (
+    Batch,
+    Metrics,
+    Plan,
+    Reader,
+    Task,
+    Tensors,
+    exp,
+    task_class,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, unknown
 from crt_exp.validation import Count, FileName, Files, Share, Whole
@@ -128,23 +138,22 @@ class MLM(Task):
 
     # ---- text
 
-    def named_texts(self) -> dict[str, data.Text]:
+    def named_texts(self) -> dict[str, list[Path]]:
         """Text of each split that has one."""
         named = {"train": self.text, "validation": self.validation_text}
         if self.hub["name"] is None:
             return data.split_files(named, self.data_dir, self.source)
         refuse_data_dir(self.data_dir, "task.hub.name")
-        texts = {"train": data.HubText.load(self.hub)}
+        texts = {"train": [data.hub_text(self.hub)]}
         if self.validation_text is not None:
             texts["validation"] = data.text_files(self.validation_text)
         return texts
 
     def inputs(self) -> list[Path]:
-        files = []
-        for text in self.texts.values():
-            if not isinstance(text, data.HubText):
-                files += text
-        return files
+        texts = dict(self.texts)
+        if self.hub["name"] is not None:
+            del texts["train"]  # a copy
+        return list(chain.from_iterable(texts.values()))
 
     @cached_property
     def blocks(self) -> dict[str, np.ndarray]:
@@ -244,23 +253,22 @@ class MLM(Task):
     def weight(self, batch: Batch) -> Tensor:
         return (batch["labels"] != data.IGNORED).sum()
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Loss in nats, perplexity and accuracy over predicted tokens."""
-        loss = right = count = 0
-        for batch in reader.batches(split):
-            logits, labels = model(**batch)
-            loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
-            right += int((logits.argmax(-1) == labels).sum())
-            count += len(labels)
-        loss, right, count = reader.sum(loss, right, count)
-        return {
-            "loss": loss / count,
-            "perplexity": exp(loss / count),
-            "accuracy": right / count,
-            "predicted_tokens" if self.causal else "masked_tokens": count,
-        }
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        def measure(batch: Batch) -> dict[str, Any]:
+            logits, labels = model(**batch)
+            return {
+                "loss": F.cross_entropy(logits.float(), labels, reduction="sum"),
+                "accuracy": (logits.argmax(-1) == labels).sum(),
+                "count": len(labels),
+            }
+
+        counted = "predicted_tokens" if self.causal else "masked_tokens"
+        means = reader.means(split, measure, counted)
+        return means | {"perplexity": exp(means["loss"])}
+
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         encoders.save_model(model.model, inner, self.tokenizer, directory)
 

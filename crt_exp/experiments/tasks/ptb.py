@@ -9,7 +9,7 @@ Notation: B columns of a step, T words of each, V words of the vocabulary.
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -21,7 +21,16 @@ from crt_exp.experiments.data.sources import Place, stand_in
 from crt_exp.experiments.data.text import IGNORED
 from crt_exp.experiments.drawing import new_figure, save_figure
 from crt_exp.experiments.models import lstm
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
+from crt_exp.experiments.tasks.base import (
+    Batch,
+    Metrics,
+    Plan,
+    Reader,
+    Task,
+    Tensors,
+    exp,
+    task_class,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.sampled_softmax import (
@@ -93,7 +102,7 @@ class PTB(Task):
     reported = ("unigram_perplexity",)
 
     def __post_init__(self):
-        self.carried: dict[str, Tensor] = {}
+        self.carried: Tensors = {}
         self.queries: list[float] = []
         if self.corpus == "wordnet":
             self.stand_in = stand_in("Penn Treebank", "definitions of WordNet", "corpus=ptb", "ptb")
@@ -130,25 +139,29 @@ class PTB(Task):
         limited evaluation reads consecutive batches from a random place on, because the state carries over batches.
         """
         training = split == "train"
-        count, micro, start = (
-            (plan.batch, plan.micro, plan.start) if training else (self.eval_columns, 1, 0)
-        )
+        count = plan.batch if training else self.eval_columns
         columns = corpora.columns(self.text.parts[split], count, self.text.eos, whole=not training)
+        steps = -(-columns.shape[2] // self.bptt)
+        micro = plan.micro if training else 1
+        start = plan.start if training else 0
+        begin = 0
+        if not training and plan.limit is not None and steps > plan.limit.batches:
+            plan.limit.partial = True
+            start = int(np.random.default_rng(0).integers(steps - plan.limit.batches + 1))
+            begin = start
         first = count * plan.rank // plan.world
         last = count * (plan.rank + 1) // plan.world
-        left_out = 0
-        begin = 0
-        if plan.limit is not None and not training:
-            left_out = max(-(-columns.shape[2] // self.bptt) - plan.limit.batches, 0)
-            plan.limit.partial |= left_out > 0
-        if left_out:
-            start = int(np.random.default_rng(0).integers(left_out + 1))
-            begin = start * self.bptt
-        for at in range(start * self.bptt, columns.shape[2], self.bptt):
+        for step in range(start, steps):
+            at = step * self.bptt
             parts = np.split(columns[:, first:last, at : at + self.bptt], micro, axis=1)
             for place, (tokens, labels) in enumerate(map(torch.tensor, parts)):
                 if training or (labels != IGNORED).any():
-                    yield {"tokens": tokens, "labels": labels, "place": place, "first": at == begin}
+                    yield {
+                        "tokens": tokens,
+                        "labels": labels,
+                        "place": place,
+                        "first": step == begin,
+                    }
 
     # ---- model
 
@@ -222,41 +235,39 @@ class PTB(Task):
         if self.softmax == "features" and step % self.sampling["rebuild_every"] == 0:
             model.head.update()
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> Tensors:
         return dict(self.carried)
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Tensors) -> None:
         self.carried = dict(state)
 
     # ---- metrics
 
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Full-softmax loss in nats, perplexity and accuracy over all words of a split."""
         unigram = torch.from_numpy(self.unigram)
-        loss = right = count = base = 0
         state = None
         lengths = []
-        for batch in reader.batches(split):
-            if batch["first"]:
-                state = None
-            result = model(batch["tokens"], batch["labels"], state)
+
+        def measure(batch: Batch) -> dict[str, Any]:
+            nonlocal state
+            before = None if batch["first"] else state
+            result = model(batch["tokens"], batch["labels"], before)
             state = result.state
+            lengths.extend(result.lengths.tolist())
             labels = batch["labels"][batch["labels"] != IGNORED].cpu()
-            loss = loss + float(result.loss)
-            right = right + int(result.right.sum())
-            count = count + len(labels)
-            base -= float(unigram[labels].log().sum())
-            lengths += result.lengths.tolist()
-        loss, right, count, base = reader.sum(loss, right, count, base)
+            return {
+                "loss": result.loss,
+                "accuracy": result.right.sum(),
+                "unigram_loss": -unigram[labels].log().sum(),
+                "count": len(labels),
+            }
+
+        means = reader.means(split, measure, "words")
         self.queries = reader.gather(lengths)
-        return {
-            "loss": loss / count,
-            "perplexity": exp(loss / count),
-            "accuracy": right / count,
-            "words": count,
-            "unigram_loss": base / count,
-            "unigram_perplexity": exp(base / count),
+        return means | {
+            "perplexity": exp(means["loss"]),
+            "unigram_perplexity": exp(means["unigram_loss"]),
             "query_length": float(np.mean(self.queries)),
             "key_length": float(full_tensor(model.body.embedding.weight).norm(dim=-1).mean()),
         }
@@ -269,7 +280,7 @@ class PTB(Task):
 
     # ---- results
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         body = {
             name.removeprefix("body."): tensor
             for name, tensor in tensors.items()

@@ -29,7 +29,16 @@ from crt_exp.experiments.models.language import (
     LanguageModel,
     Positions,
 )
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
+from crt_exp.experiments.tasks.base import (
+    Batch,
+    Metrics,
+    Plan,
+    Reader,
+    Task,
+    Tensors,
+    exp,
+    task_class,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, Files, Rate, Whole
@@ -150,36 +159,34 @@ class SymbolTask(SequenceTask):
 
     # ---- metrics
 
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Loss in nats, perplexity and accuracy over predictable symbols.
 
         `unigram_...` are the metrics of the unigram baseline.
         """
         unigram = torch.from_numpy(self.unigram)
-        loss = right = count = base = base_right = 0
-        for batch in reader.batches(split):
+        most_frequent = int(unigram.argmax())
+
+        def measure(batch: Batch) -> dict[str, Any]:
             logits, labels = self.predicted(model, batch)
             counted = labels < self.predictable
-            loss += float(F.cross_entropy(logits, labels, reduction="none")[counted].double().sum())
+            losses = F.cross_entropy(logits, labels, reduction="none")[counted]
             labels = labels[counted]
-            answers = logits[counted].argmax(-1)
-            right = right + int((answers == labels).sum())
-            count = count + len(labels)
-            base -= float(unigram[labels.cpu()].log().sum())
-            base_right += int((labels == int(unigram.argmax())).sum())
-        loss, right, count, base, base_right = reader.sum(loss, right, count, base, base_right)
-        return {
-            "loss": loss / count,
-            "perplexity": exp(loss / count),
-            "accuracy": right / count,
-            self.counted: count,
-            "unigram_loss": base / count,
-            "unigram_perplexity": exp(base / count),
-            "unigram_accuracy": base_right / count,
+            return {
+                "loss": losses.double().sum(),
+                "accuracy": (logits[counted].argmax(-1) == labels).sum(),
+                "unigram_loss": -unigram[labels.cpu()].log().sum(),
+                "unigram_accuracy": (labels == most_frequent).sum(),
+                "count": len(labels),
+            }
+
+        means = reader.means(split, measure, self.counted)
+        return means | {
+            "perplexity": exp(means["loss"]),
+            "unigram_perplexity": exp(means["unigram_loss"]),
         }
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         language.save_model(self.description, self.mechanism, self.vocabulary, tensors, directory)
 
 

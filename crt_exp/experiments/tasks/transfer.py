@@ -8,6 +8,7 @@ labels are needed.
 Notation: B batch, H query heads, L queries, dv value dimension.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from crt_exp.attention.base import AttentionLayer, LinearAttention
 from crt_exp.attention.baselines import exact_attention
 from crt_exp.experiments.models import encoders
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
+from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, Tensors, task_class
 from crt_exp.experiments.tasks.mlm import MLM, MaskedModel
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
@@ -266,7 +267,7 @@ class Transfer(MLM):
     def weight(self, batch: Batch) -> None:
         """None: every row has the same number of layer outputs."""
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Layer errors, metrics of the swapped model, and loss of the exact model.
 
         `error` is the mean over layers of |output - exact| / |exact|, `error_worst` the largest layer error. Then come
@@ -274,8 +275,8 @@ class Transfer(MLM):
         """
         recorder = ErrorRecorder(model)
         exact = super().evaluate(recorder, split, reader)
-        error_sums = reader.sum(*recorder.errors)
-        exact_sums = reader.sum(*recorder.exact)
+        error_sums = reader.sum(*recorder.errors.values())
+        exact_sums = reader.sum(*recorder.exact.values())
         errors = [(error / whole) ** 0.5 for error, whole in zip(error_sums, exact_sums)]
         model.teaching = False
         try:
@@ -289,7 +290,7 @@ class Transfer(MLM):
             "exact_loss": exact["loss"],
         }
 
-    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         super().export(model.model, renamed, directory)
 
@@ -298,22 +299,19 @@ class ErrorRecorder:
     """Return the output of the exact model and accumulate layer errors.
 
     Attributes:
-        errors, exact: |output - exact|^2 and |exact|^2 of each layer.
+        errors, exact: |output - exact|^2 and |exact|^2 by layer.
     """
 
     def __init__(self, model: TransferModel):
         self.model = model
-        self.errors: list[float] = []
-        self.exact: list[float] = []
+        self.errors: Counter[int] = Counter()
+        self.exact: Counter[int] = Counter()
 
     @torch.no_grad()
     def __call__(self, *args: Tensor, **batch: Tensor):
         _, out = self.model(*args, **batch)
-        if not self.errors:
-            self.errors = [0.0] * len(self.model.squares)
-            self.exact = [0.0] * len(self.model.squares)
-        for i, number in enumerate(sorted(self.model.squares)):
+        for number in sorted(self.model.squares):
             error, exact = self.model.squares[number]
-            self.errors[i] += float(error)
-            self.exact[i] += float(exact)
+            self.errors[number] += float(error)
+            self.exact[number] += float(exact)
         return out

@@ -14,10 +14,10 @@ import numpy as np
 from torch import nn
 
 from crt_exp.experiments.data import DataError, protein
-from crt_exp.experiments.data.plan import by_length
-from crt_exp.experiments.data.protein import LETTERS, Chains, Families, FamilyOptions, Singles
+from crt_exp.experiments.data.plan import by_length, token_batch
+from crt_exp.experiments.data.protein import LETTERS, Chains, FamilyOptions, Singles
 from crt_exp.experiments.data.sources import stand_in, task_folder
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
+from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, task_class
 from crt_exp.experiments.tasks.sequences import Share, SymbolTask
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, FileName
@@ -57,16 +57,14 @@ class TrEMBL(SymbolTask):
 
     def __post_init__(self):
         self.causal = self.direction == "unidirectional"
-        split_by = {} if self.dataset == "generated" else {"split": "letters"}
+        self.synthetic = self.dataset == "generated"
+        split_by = {} if self.synthetic else {"split": "letters"}
         self.describe(protein.TOKENS, self.max_length, VOCABULARY | split_by)
         self.masking = protein.letter_masking()
-        self.synthetic = Families(self.generated) if self.dataset == "generated" else None
         self.check_options()
         if self.synthetic:
             self.stand_in = stand_in("TrEMBL", "generated families", "dataset=uniprot", "protein")
-            self.sequences = self.synthetic.sample(
-                self.generated["sequences"], self.generated["seed"]
-            )
+            self.sequences = protein.generate(self.generated)
         else:
             self.sequences = protein.read_uniprot(self.data_dir, self.cache_dir)
         split = protein.split_rows(
@@ -101,7 +99,7 @@ class TrEMBL(SymbolTask):
     def held_out(self) -> np.ndarray:
         """Mask of out-of-distribution sequences, (n,) bool."""
         if self.synthetic:
-            return self.sequences.files >= self.synthetic.inside
+            return self.sequences.files >= self.generated["families"]
         if self.families is not None:
             return protein.held_out_by_family(self.sequences, self.families)
         return protein.held_out_by_file(self.sequences, self.held_out_files)
@@ -117,11 +115,12 @@ class TrEMBL(SymbolTask):
                 yield protein.next_token_batch(rows, self.max_length)
             else:
                 masked = map(self.masking.mask_row, rows, map(plan.rng, numbers))
-                yield protein.batch_of(*zip(*masked))
+                inputs, labels = zip(*masked)
+                yield token_batch(inputs, protein.PAD, labels)
 
     # ---- metrics
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         metrics = super().evaluate(model, split, reader)
         if split != "test":
             return metrics
@@ -135,7 +134,7 @@ class TrEMBL(SymbolTask):
     def unigram(self) -> np.ndarray:
         return protein.letter_frequencies(self.rows["train"])
 
-    def statistics(self) -> dict[str, float]:
+    def statistics(self) -> Metrics:
         """Length statistics of each split (Performers Table 1).
 
         With task.chains they are statistics of rows, else of whole sequences.

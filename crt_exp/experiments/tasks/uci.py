@@ -32,7 +32,7 @@ from crt_exp.experiments.intervals import (
     student_interval,
 )
 from crt_exp.experiments.predictions import Prediction, write_predictions
-from crt_exp.experiments.tasks.base import Measurement, task_class
+from crt_exp.experiments.tasks.base import Measurement, Metrics, Record, task_class
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import unknown
@@ -100,7 +100,7 @@ class UCI(Measurement):
     def inputs(self) -> list[Path | None]:
         return [self.file]
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[Record]:
         """Yield a row for each split and projection set, then the mean and its CI.
 
         The 95% CI is over splits.
@@ -158,7 +158,7 @@ class UCI(Measurement):
         names = self.table.classes
         return {"label": names[label], "prediction": names[answer]}
 
-    def bias(self, mechanism: Mechanism, seed: int, sigma: float) -> dict[str, float]:
+    def bias(self, mechanism: Mechanism, seed: int, sigma: float) -> Metrics:
         """Bias of an approximate sampler on training rows, at the last selected sigma."""
         if mechanism.sampler is None:
             return {}
@@ -166,7 +166,7 @@ class UCI(Measurement):
         phi = mechanism.map("gaussian", own_kernel=True)
         return bias_record(phi, mechanism.sampler, x, x, phi.fit(Statistics.of(x, x)))
 
-    def summary(self, records: list[dict]) -> str:
+    def summary(self, records: list[Record]) -> str:
         last = records[-1]
         metric = self.metric
         lines = [
@@ -203,7 +203,7 @@ class UCI(Measurement):
 
     def evaluate(
         self, mechanism: Mechanism, x: list[np.ndarray], y: list[np.ndarray], seed: int
-    ) -> tuple[dict[str, float], np.ndarray]:
+    ) -> tuple[Metrics, np.ndarray]:
         """Select sigma on validation and score the test part; ties take the first sigma.
 
         Returns the scores, and the predictions of the test part.

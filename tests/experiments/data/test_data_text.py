@@ -9,11 +9,11 @@ from helpers.refusals import refused
 from crt_exp.experiments.data import DataError, text, vocabularies
 from crt_exp.experiments.data.text import (
     IGNORED,
-    HubText,
     Masking,
     bert_tokenizer,
     fingerprint,
     generator_of,
+    hub_text,
     lines_of,
     local_blocks,
     running_blocks,
@@ -149,7 +149,7 @@ def test_bad_text_is_refused(tokenizer, tmp_path):
     assert f"{file}, line 2" in refused(local_blocks, file, tokenizer, 8)
 
 
-def hub_text(file, kind="text", split="train"):
+def hub_options(file, kind="text", split="train"):
     """A text column of a file in a format of the hub."""
     options = {"name": kind, "config": None, "split": split, "column": "text"}
     return options | {"data_files": file and str(file)}
@@ -160,24 +160,24 @@ def test_sets_of_the_hub(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     file = tmp_path / "a.txt"
     file.write_text("\n\n".join(SENTENCES))
-    found = HubText.load(hub_text(file))
+    found = hub_text(hub_options(file))
     assert [*lines_of(found)] == SENTENCES
     assert (
         running_blocks(found, tokenizer, 7, tmp_path / "cache")
         == running_blocks(file, tokenizer, 7)
     ).all()
     assert "task.hub.column=body: expected a column" in refused(
-        HubText.load, hub_text(file) | {"column": "body"}
+        hub_text, hub_options(file) | {"column": "body"}
     )
     file.write_text("another")
-    assert HubText.load(hub_text(file)).key != found.key
+    assert hub_text(hub_options(file)) != found
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    assert "network" in refused(HubText.load, hub_text(None) | {"name": "someone/some-text"})
+    assert "network" in refused(hub_text, hub_options(None) | {"name": "someone/some-text"})
 
 
 # ----------------------------------------------------------------------------------------------------- masking
 def hub_lines(file, kind, split="train"):
-    return [*lines_of(HubText.load(hub_text(file, kind, split)))]
+    return [*lines_of(hub_text(hub_options(file, kind, split)))]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_every_row_has_a_masked_token(tokenizer):
 
 def test_the_largest_random_number_gives_a_token(tokenizer):
     special = np.zeros(30522, bool)
-    masking = replace(Masking.from_tokenizer(tokenizer), special=special)
+    masking = replace(Masking.from_tokenizer(tokenizer), special=special, drawn=30522)
     largest = np.full((3, 1, 1), 1 - 2.0**-53)
     actual = masking(np.array([[7]]), largest)["input_ids"].tolist()
     assert actual == [[30521]]

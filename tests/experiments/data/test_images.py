@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from functools import partial
 from io import BytesIO
 
 import numpy as np
@@ -14,7 +15,7 @@ from PIL import ExifTags, Image
 
 from crt_exp.experiments.data import DataError, images
 from crt_exp.experiments.data.files import IMAGES, SYSTEM, files_ending
-from crt_exp.experiments.data.loading import Micro, by_workers, listed_batches
+from crt_exp.experiments.data.loading import by_workers, image_batch, listed_rows
 from crt_exp.experiments.data.plan import Limit, Plan
 from crt_exp.experiments.runner.trainer import read_ahead
 from crt_exp.registry import ConfigError
@@ -257,8 +258,8 @@ def together(pixels, labels, draws):
 
 
 def batches(part, plan, workers=0, repeats=1):
-    micro = Micro(part.read, noisy, together, plan.rng)
-    return list(by_workers(micro, listed_batches(part, "train", plan, repeats), workers))
+    make = partial(image_batch, part, plan.rng, noisy, together)
+    return list(by_workers(make, listed_rows(len(part), "train", plan, repeats), workers))
 
 
 def same_batch(a, b):
@@ -300,9 +301,9 @@ def test_reading_draws_nothing_from_the_generators_of_training(part, workers):
 
 
 def test_without_workers_nothing_is_augmented_beside_training(part):
-    micro = Micro(part.read, noisy, together, Plan(6).rng)
+    make = partial(image_batch, part, Plan(6).rng, noisy, together)
     with pytest.raises(ConfigError, match="trainer.prefetch=0"):
-        list(read_ahead(by_workers(micro, listed_batches(part, "train", Plan(6)), 0), 2))
+        list(read_ahead(by_workers(make, listed_rows(len(part), "train", Plan(6)), 0), 2))
 
 
 def test_an_image_comes_as_often_as_asked_with_other_draws(part):
@@ -324,23 +325,16 @@ def test_an_image_comes_as_often_as_asked_with_other_draws(part):
 @pytest.mark.parametrize("batches, size", [(1, 20), (2, 10), (1, 40)])
 def test_the_first_batches_of_an_evaluation_have_images_of_all_classes(batches, size):
     labels = np.repeat(np.arange(5), 20)
-    part = images.Images(tuple("abcde"), labels, [*range(100)], None)
-    whole = []
-    for batch in listed_batches(part, "val", Plan(size)):
-        for row in batch:
-            whole.append(row[1:])
-    actual = sorted(whole)
-    expected = [*zip(range(100), labels)]
+    whole = np.concatenate([*listed_rows(100, "val", Plan(size))])
+    actual = sorted(whole.tolist())
+    expected = [*range(100)]
     assert actual == expected
-    actual = {label for _, label in whole[: batches * size]}
+    actual = set(labels[whole[: batches * size]])
     expected = {*range(5)}
     assert actual == expected
-    limited = [*listed_batches(part, "val", Plan(size, limit=Limit(batches)))]
+    limited = [*listed_rows(100, "val", Plan(size, limit=Limit(batches)))]
     assert len(limited) == batches
-    actual = set()
-    for batch in limited:
-        for *_, label in batch:
-            actual.add(label)
+    actual = set(labels[np.concatenate(limited)])
     expected = {*range(5)}
     assert actual == expected
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.small_proteins import name, write
 
 from crt_exp.experiments.data import DataError, protein
-from crt_exp.experiments.data.plan import Plan
+from crt_exp.experiments.data.plan import IGNORED, Plan, token_batch
 from crt_exp.experiments.data.protein import LETTERS, Chains, Singles, read_fasta, read_files
 from crt_exp.registry import ConfigError
 
@@ -236,7 +236,7 @@ def test_each_token_is_predicted_from_those_before_it():
     B = protein.BEGIN
     E = protein.END
     P = protein.PAD
-    i = protein.IGNORED
+    i = IGNORED
     actual = batch["tokens"].tolist()
     assert actual == [[B, 3, 4, 5, P], [B, 6, 7, 8, 9]]
     actual = batch["labels"].tolist()
@@ -261,7 +261,8 @@ def test_masks_of_a_row_are_its_own(tmp_path):
 
     def take(numbers):
         chosen = [rows[i] for i in numbers]
-        return protein.batch_of(*zip(*map(masking.mask_row, chosen, map(plan.rng, numbers))))
+        inputs, labels = zip(*map(masking.mask_row, chosen, map(plan.rng, numbers)))
+        return token_batch(inputs, protein.PAD, labels)
 
     alone = take([4])
     among = take([9, 4, 200])
@@ -273,7 +274,7 @@ def test_masks_of_a_row_are_its_own(tmp_path):
     expected = alone["labels"][0].tolist()
     assert actual == expected
     batch = take(range(300))
-    chosen = batch["labels"] != protein.IGNORED
+    chosen = batch["labels"] != IGNORED
     assert (batch["labels"][chosen] < len(LETTERS)).all()
     assert chosen.any(1).all()
     shown = batch["tokens"][chosen]

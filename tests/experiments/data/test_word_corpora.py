@@ -98,18 +98,18 @@ def test_every_token_of_a_row_is_predicted_from_the_one_before_it():
     for data in (packed, apart):
         both.append([data[i] for i in range(len(data))])
     rows, lines = both
-    actual = [row.labels.tolist() for row in rows]
+    actual = [labels.tolist() for _, labels in rows]
     assert actual == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    actual = [row.tokens.tolist() for row in rows]
+    actual = [tokens.tolist() for tokens, _ in rows]
     assert actual == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    actual = [row.labels.tolist() for row in lines]
+    actual = [labels.tolist() for _, labels in lines]
     assert actual == [[1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    actual = [row.tokens.tolist() for row in lines]
+    actual = [tokens.tolist() for tokens, _ in lines]
     assert actual == [[0, 1, 2, 3], [0, 5, 6, 7, 8]]
     whole = Rows.packed(document, 4, 0, whole=True)
     assert apart.lengths.tolist() == [4, 5]
     assert whole.lengths.tolist() == [4, 4, 3]
-    actual = whole[2].labels.tolist()
+    actual = whole[2][1].tolist()
     assert actual == [9, 10, 11]
     assert whole.tokens_per_word([1, 2]) == 7 / 3
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from torchaudio.models.conformer import ConformerLayer
 
+from crt_exp.experiments.data.plan import length_mask
 from crt_exp.experiments.models.conformer_transducer import (
     HOP,
     PRESETS,
@@ -20,7 +21,6 @@ from crt_exp.experiments.models.conformer_transducer import (
     LogMel,
     MaskedBatchNorm,
     apply_spec_augment,
-    frame_mask,
     frames_of,
     greedy,
     subsampled_length,
@@ -140,7 +140,7 @@ def test_batch_norm_counts_real_frames_alone():
     plain = nn.BatchNorm1d(4)
     x = torch.randn(3, 4, 7) * 3 + 1
     lengths = torch.tensor([7, 4, 2])
-    keep = frame_mask(lengths, 7)
+    keep = length_mask(lengths, 7)
     joined = torch.cat([row[:, :n] for row, n in zip(x, lengths)], 1)[None]  # (1, 4, 13)
     found = norm(x, keep)
     expected = plain(joined)[0]
