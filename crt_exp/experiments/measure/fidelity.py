@@ -85,8 +85,8 @@ class DocumentBench(TextBench):
     def __init__(
         self,
         model: str,
-        text: data.Text,
-        calibration: data.Text | None = None,
+        text: data.Paths,
+        calibration: data.Paths | None = None,
         length: int | None = None,
         texts: int = 1,
         calibration_texts: int = 1,
@@ -96,7 +96,7 @@ class DocumentBench(TextBench):
         L = length_in(loaded, length)
         check_disjoint(text, calibration)
 
-        def documents(source: data.Text, option: str, count: int) -> Tensor:
+        def documents(source: data.Paths, option: str, count: int) -> Tensor:
             rows = rows_of(source, loaded, self.tokenizer, L, cache_dir)
             if len(rows) < count:
                 raise ValueError(
@@ -191,7 +191,7 @@ def relative_error(
     return error / expected.double().square().sum(dims).sqrt()
 
 
-def check_disjoint(text: data.Text, calibration: data.Text | None) -> None:
+def check_disjoint(text: data.Paths, calibration: data.Paths | None) -> None:
     """Raise ValueError if text and calibration share a file."""
     if calibration is None:
         return
@@ -209,7 +209,7 @@ def check_disjoint(text: data.Text, calibration: data.Text | None) -> None:
 load_bench = lru_cache(maxsize=2)(DocumentBench)
 
 
-def files(text: data.Text) -> str | tuple[str, ...]:
+def files(text: data.Paths) -> str | tuple[str, ...]:
     """Return the files of a corpus; train, valid and test name splits of WikiText-2."""
     if not isinstance(text, str):
         return tuple(text)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from crt_exp.experiments.data import DataError, images, speech
 from crt_exp.experiments.data.files import IMAGES, files_ending
 from crt_exp.experiments.data.text import (
-    Text,
+    Paths,
     bert_tokenizer,
     local_blocks,
     running_blocks,
@@ -131,7 +131,7 @@ def length_in(model: nn.Module, length: int | None, least: int = 1) -> int:
 
 
 def rows_of(
-    text: Text,
+    text: Paths,
     model: nn.Module,
     tokenizer: Any,
     length: int,
