@@ -6,13 +6,12 @@ a call costs little, and the functions run as they are.
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from crt_exp.attention.engines import PLAIN
+from crt_exp.attention.engines import plain_is_chosen
 from crt_exp.samplers.noise import cacheable
 
 COMPILED_DEVICES = ("cuda",)
@@ -32,7 +31,7 @@ def compiled_on_gpus(function: Callable) -> Callable:
         # not where something traces or transforms the call
         if torch.compiler.is_compiling() or not cacheable():
             return function(first, *args)
-        if os.environ.get("CRT_EXP_ENGINE") == PLAIN:
+        if plain_is_chosen():
             return function(first, *args)
         try:
             return compile_once(function)(first, *args)

@@ -216,7 +216,7 @@ def positive_form(
     if phi.transforms_inputs:
         x, remaining = phi.transform_inputs(x, params, factor=factor)
         y, _ = phi.transform_inputs(y, params, key=True, factor=factor)
-    rows, scale, bias = exponent(noise.rows(), phi, noise, params, remaining, dtype)
+    rows, scale, bias = exponent(noise.tensors()[0], phi, noise, params, remaining, dtype)
     rows, scale, bias = (t.to(x.device) for t in (rows, scale, bias))
     norm_weight = phi.norm_weight * remaining**2
     return x, y, Form(rows, scale, bias, norm_weight, keep, learned)
@@ -224,11 +224,11 @@ def positive_form(
 
 @compiled_on_gpus
 def exponent(
-    rows: Tensor, phi: Any, noise, params, factor: float, dtype: torch.dtype
+    stored: Tensor, phi: Any, noise, params, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows (., ., M, d), scale (., ., 1, 1) and bias (., ., M) of the features of factor * x.
 
-    `rows` are those of the noise.
+    `stored` is a tensor of the noise, whose device decides whether this is compiled.
     """
     rows, scale, bias = phi.exponent(noise, params)
     scale = rows.new_full((1, 1), factor) if scale is None else scale * factor

@@ -319,7 +319,7 @@ class RandomFeatureAttention(Redraws, Running):
         queries = Mirrored(keys)
         if not self.keeps_statistics:
             return Statistics(queries, keys)
-        running: Any = self.running_statistics().x
+        running: Any = self.running_moments("x")
         return Statistics(EitherMoments(self.running_weight > 0, running, queries), keys)
 
     # ---- redraws and running statistics

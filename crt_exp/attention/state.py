@@ -85,13 +85,12 @@ class Running(LinearAttention):
         self._averages = [f"{side}_{name}" for side in "xy" for name in self.moments]
         self._uses_minimum = "minimum" in self.phi.moments
 
-    def running_statistics(self) -> Statistics:
-        """Return the running averages of queries and keys, (Hkv, d) each.
+    def running_moments(self, side: str) -> Moments:
+        """Return the running averages of queries ("x") or keys ("y"), (Hkv, d) each.
 
         Before the first batch they are those of zero vectors.
         """
-        x, y = (averages(self.running_weight, self._running_sums(side)) for side in "xy")
-        return Statistics(x, y)
+        return averages(self.running_weight, self._running_sums(side))
 
     def fit_to_running(self) -> Params:
         """Return the parameters of the map for the running averages."""

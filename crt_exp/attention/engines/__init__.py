@@ -36,6 +36,7 @@ that of the bias is the sum of da and db over the tokens.
 Notation: B, H, L queries x, S keys y, d, values v of dimension dv, M features, N segments.
 """
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -116,3 +117,8 @@ class Gradients(NamedTuple):
         scale = (self.weights * form.rows).sum((-2, -1), keepdim=True)
         bias = self.bias.sum_to_size(form.bias.shape)
         return rows, scale.sum_to_size(form.scale.shape), bias
+
+
+def plain_is_chosen() -> bool:
+    """Return whether the user chose plain operations, by CRT_EXP_ENGINE=plain."""
+    return os.environ.get("CRT_EXP_ENGINE") == PLAIN

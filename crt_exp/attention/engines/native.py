@@ -34,6 +34,7 @@ from crt_exp.attention.engines import (
     Form,
     Gradients,
     Saved,
+    plain_is_chosen,
 )
 from crt_exp.features.base import NotFinite
 
@@ -206,7 +207,7 @@ bidirectional, causal = Engine(False), Engine(True)
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled library, or None if it is disabled or failed."""
-    if os.environ.get("CRT_EXP_ENGINE") == "plain":
+    if plain_is_chosen():
         return None
     try:
         return ctypes.CDLL(str(compiled()))

@@ -4,14 +4,13 @@ C serves CPUs, and Triton serves GPUs where it runs. Plain operations (chunks.py
 learned maps on GPUs, transforms of torch.func, exported programs, other devices, and CRT_EXP_ENGINE=plain.
 """
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import requires_gradient, transformed
-from crt_exp.attention.engines import PLAIN, TRITON, C, native
+from crt_exp.attention.engines import PLAIN, TRITON, C, native, plain_is_chosen
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.noise import Nested
@@ -29,7 +28,7 @@ def choose_engine(
     dtypes = {x.dtype, y.dtype, v.dtype}
     if not isinstance(phi, PositiveExponential) or torch.float64 in dtypes:
         return PLAIN
-    if os.environ.get("CRT_EXP_ENGINE") == PLAIN:
+    if plain_is_chosen():
         return PLAIN
     if torch.compiler.is_exporting() or transformed(x, y, v):
         return PLAIN
