@@ -9,39 +9,34 @@ import logging
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from crt_exp.attention.engines import plain_is_chosen
+from crt_exp.attention import engines
 from crt_exp.samplers.noise import cacheable
 
 COMPILED_DEVICES = ("cuda",)
 NOT_COMPILED: set[Callable] = set()  # functions that the compiler refused
 
 
-def compiled_on_gpus(function: Callable) -> Callable:
-    """Compile a function at its first call with a first argument on a GPU.
+def compiled(function: Callable, device: torch.device) -> Callable:
+    """Return a function that is compiled at its first call if its tensors are on a GPU.
 
-    If it cannot be compiled, one warning says so, and it runs as it is. So does it with CRT_EXP_ENGINE=plain.
+    If it cannot be compiled, one warning says so, and it runs as it is. So does it with CRT_EXP_ENGINE=plain, and where
+    something traces or transforms the call.
     """
+    plain = device.type not in COMPILED_DEVICES or function in NOT_COMPILED or engines.PLAIN_CHOSEN
+    if plain or torch.compiler.is_compiling() or not cacheable():
+        return function
 
-    @functools.wraps(function)
-    def call(first: Tensor, *args):
-        if first.device.type not in COMPILED_DEVICES or function in NOT_COMPILED:
-            return function(first, *args)
-        # not where something traces or transforms the call
-        if torch.compiler.is_compiling() or not cacheable():
-            return function(first, *args)
-        if plain_is_chosen():
-            return function(first, *args)
+    def call(*args):
         try:
-            return compile_once(function)(first, *args)
+            return compile_once(function)(*args)
         except RuntimeError as error:
-            result = function(first, *args)  # raises if the arguments are wrong
+            result = function(*args)  # raises if the arguments are wrong
             NOT_COMPILED.add(function)
             lines = str(error).strip().splitlines() or [type(error).__name__]
             logging.getLogger(__name__).warning(
                 "%s cannot be compiled for %s (%s): its operations run one by one, which takes longer",
-                *(function.__name__, first.device, lines[0]),
+                *(function.__name__, device, lines[0]),
             )
             return result
 

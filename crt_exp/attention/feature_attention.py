@@ -19,13 +19,13 @@ from crt_exp.attention.checks import (
     repeat_heads,
     requires_gradient,
 )
-from crt_exp.attention.compiled import compiled_on_gpus
+from crt_exp.attention.compiled import compiled
 from crt_exp.attention.engines import PLAIN, TRITON, C, Form, Gradients, Saved
 from crt_exp.attention.engines.chunks import chunked_partial
 from crt_exp.attention.engines.selection import choose_engine, find_engine
 from crt_exp.attention.partials import POLICIES, DenominatorCount, Partial, finish, with_ones
 from crt_exp.features.base import FeatureMap
-from crt_exp.samplers.noise import at_least_float32, leaves, match_float64, no_autocast
+from crt_exp.samplers.noise import at_least_float32, leaves, match_float64
 
 
 def attention(
@@ -216,20 +216,16 @@ def positive_form(
     if phi.transforms_inputs:
         x, remaining = phi.transform_inputs(x, params, factor=factor)
         y, _ = phi.transform_inputs(y, params, key=True, factor=factor)
-    rows, scale, bias = exponent(noise.tensors()[0], phi, noise, params, remaining, dtype)
+    rows, scale, bias = compiled(exponent, x.device)(phi, noise, params, remaining, dtype)
     rows, scale, bias = (t.to(x.device) for t in (rows, scale, bias))
     norm_weight = phi.norm_weight * remaining**2
     return x, y, Form(rows, scale, bias, norm_weight, keep, learned)
 
 
-@compiled_on_gpus
 def exponent(
-    stored: Tensor, phi: Any, noise, params, factor: float, dtype: torch.dtype
+    phi: Any, noise, params, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows (., ., M, d), scale (., ., 1, 1) and bias (., ., M) of the features of factor * x.
-
-    `stored` is a tensor of the noise, whose device decides whether this is compiled.
-    """
+    """Return rows (., ., M, d), scale (., ., 1, 1) and bias (., ., M) of the features of factor * x."""
     rows, scale, bias = phi.exponent(noise, params)
     scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
     rows, scale, bias = (t.to(dtype)[(None,) * (4 - t.ndim)] for t in (rows, scale, bias))
@@ -273,8 +269,7 @@ def _forward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     form = Form(rows, scale, bias, norm_weight, keep, learned)
-    with no_autocast(rows):
-        saved = find_engine(engine, causal).forward(x, y, v, form)
+    saved = find_engine(engine, causal).forward(x, y, v, form)
     check_result(saved.logsum)
     return saved.out, saved.logsum, saved.states, saved.logs, saved.levels
 
@@ -297,9 +292,8 @@ def _backward(
     saved: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     form = Form(rows, scale, bias, norm_weight, keep, learned)
-    with no_autocast(rows):
-        inputs = (x, y, v, form, Saved(*saved), grad, grad_logsum)
-        grads = find_engine(engine, causal).backward(*inputs)
+    inputs = (x, y, v, form, Saved(*saved), grad, grad_logsum)
+    grads = find_engine(engine, causal).backward(*inputs)
     return grads.x, grads.y, grads.v, grads.weights, grads.bias
 
 

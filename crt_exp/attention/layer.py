@@ -22,24 +22,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.base import Redraws, in_backward, known_value, read_value
+from crt_exp.attention.base import Redraws, in_backward, read_value
 from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.checks import check_key_mask
+from crt_exp.attention.compiled import compiled
 from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.feature_attention import attention
 from crt_exp.attention.partials import DenominatorCount
-from crt_exp.attention.state import (
-    MOMENTS,
-    FittedOnce,
-    FittedToSequences,
-    Running,
-    fit_to_call,
-    for_query_heads,
-)
+from crt_exp.attention.running import MEANS, Running, averages, fit_to_call, for_query_heads
+from crt_exp.attention.state import FittedOnce, FittedToSequences
 from crt_exp.features.base import FeatureMap, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.samplers import DenseNoise, Noise
-from crt_exp.samplers.noise import Nested, cacheable, map_leaves, transforming
+from crt_exp.samplers.noise import Nested, map_leaves, transforming
 from crt_exp.validation import Count, Whole, checked, warn
 
 # A torch operator takes only tensors and numbers, so `_count_pass` looks its layer up by id.
@@ -134,7 +129,6 @@ class RandomFeatureAttention(Redraws, Running):
         self.seed = seed
         self.layer = layer
         self.denominators = DenominatorCount()
-        self._noises: dict[str, tuple[int, DenseNoise]] = {}  # with the version of the rows
         self.projections = phi.projections(m)
         # equal names are one object, so that shared projections stay shared
         self._buffer_names = map_leaves(lambda p: sys.intern(p.buffer), self.projections)
@@ -156,7 +150,7 @@ class RandomFeatureAttention(Redraws, Running):
             self.clusters = FittedToSequences(phi, heads, d, trained, causal)
         elif phi.on_vectors or trained:
             self.clusters = FittedOnce(phi, self.kv_heads, d, fit_steps, trained)
-        moments = [name for name in MOMENTS if name in phi.moments]
+        moments = [name for name in (*MEANS, "minimum") if name in phi.moments]
         if phi.second_moments:
             moments.append("second")
         self.moments = tuple(moments)
@@ -189,7 +183,10 @@ class RandomFeatureAttention(Redraws, Running):
         else:
             out = self._attend(q, k, v, key_mask, self.denominators)
         if changing or self.calibrated is not None:
-            self._record(q, k, key_mask)
+            if self.running:
+                self._note(q, k, key_mask)
+            elif self.clusters is not None:
+                self._note_sample(q, k, key_mask)
         return out
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -225,19 +222,9 @@ class RandomFeatureAttention(Redraws, Running):
 
         A Noise of batch (H,), a tuple for a map with parts, or None for a map without projections.
         """
-        return map_leaves(self._noise_of, self._buffer_names)
-
-    def _noise_of(self, name: str) -> DenseNoise:
-        """Return the projections of a buffer; the object keeps their norms while they do not change."""
-        rows = self.rows(name)
-        traced = torch.compiler.is_compiling() or not cacheable()
-        if traced or rows.requires_grad or rows.is_inference():
-            return DenseNoise(rows, self.gaussian[name])
-        version, noise = self._noises.get(name, (None, None))
-        if noise is None or noise.weight is not rows or version != rows._version:
-            noise = DenseNoise(rows, self.gaussian[name])
-            self._noises[name] = (rows._version, noise)
-        return noise
+        return map_leaves(
+            lambda name: DenseNoise(self.rows(name), self.gaussian[name]), self._buffer_names
+        )
 
     @property
     def width(self) -> int:
@@ -270,7 +257,7 @@ class RandomFeatureAttention(Redraws, Running):
         return DecodingState(
             self.phi,
             self.noise,
-            self._running_params(),
+            self.fitted_params(),
             denominator=self.denominator,
             normalize=self.normalize,
             counter=self.denominators,
@@ -300,14 +287,28 @@ class RandomFeatureAttention(Redraws, Running):
     def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
         return {name: noise.rows() for name, noise in self._draw(draw).items()}
 
-    def fitted_params(self, q: Tensor, k: Tensor, key_mask: Tensor | None):
-        if not self.phi.fitted or self.causal or self.clusters is not None:
-            return self._running_params()
-        if not self.cross and q.shape[2] == k.shape[2]:
-            params = fit_to_call(q, k, key_mask, self.scale, self.phi)
+    def fitted_params(self, q: Any = None, k: Any = None, key_mask: Tensor | None = None):
+        """Return the parameters of the map for queries and keys, (H, ., .) or for each batch entry.
+
+        Those of causal attention and of maps that are fitted once do not depend on the inputs.
+        """
+        if not self.phi.fitted:
+            return self.phi.fit(None)
+        heads = self.kv_heads
+        if self.causal or self.clusters is not None:
+            if not (self.training or self._warned):
+                self._warn_uncalibrated()
+            if self.clusters is None:
+                params = self.fit_to_running()
+            else:
+                params = self.clusters.params()
+                heads = self.clusters.heads
+        elif not self.cross and q.shape[2] == k.shape[2]:
+            fit = compiled(fit_to_call, q.device)
+            params = fit(self.phi, q, k, key_mask, self.scale)
         else:
             params = self.phi.fit(self._without_queries(k, key_mask))
-        return for_query_heads(params, self.heads // self.kv_heads)
+        return for_query_heads(params, self.heads // heads)
 
     def _without_queries(self, k: Tensor, key_mask: Tensor | None) -> Statistics:
         """Return statistics of these keys and of the queries of earlier batches.
@@ -319,7 +320,7 @@ class RandomFeatureAttention(Redraws, Running):
         queries = Mirrored(keys)
         if not self.keeps_statistics:
             return Statistics(queries, keys)
-        running: Any = self.running_moments("x")
+        running: Any = averages(self.running_weight, self.statistics("running")[0])
         return Statistics(EitherMoments(self.running_weight > 0, running, queries), keys)
 
     # ---- redraws and running statistics
@@ -345,15 +346,6 @@ class RandomFeatureAttention(Redraws, Running):
         else:
             self.count_pass()
 
-    def _running_params(self):
-        if not self.phi.fitted:
-            return self.phi.fit(None)
-        if not (self.training or self._warned):
-            self._warn_uncalibrated()
-        if self.clusters is None:
-            return for_query_heads(self.fit_to_running(), self.heads // self.kv_heads)
-        return for_query_heads(self.clusters.params(), self.heads // self.clusters.heads)
-
     def _warn_uncalibrated(self) -> None:
         if self.calibrated is not None or torch.compiler.is_compiling():
             return
@@ -363,22 +355,21 @@ class RandomFeatureAttention(Redraws, Running):
             state = self.phi.until_fitted
             uncalibrated = not read_value(self.clusters.fits)
         else:
-            uncalibrated = not known_value(self.folds) and float(self.running_weight) <= 0
+            uncalibrated = float(self.running_weight) <= 0
         if uncalibrated:
             warn(
                 f"{self.mechanism or type(self.phi).__name__}: no statistics yet, {state}: train, or call "
                 "calibrate_attention(model, batches)"
             )
 
-    def _record(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
-        """Record the statistics or samples for the fit of the map."""
-        if self.running:
-            self._note(q, k, key_mask)
-        elif self.clusters is not None and (self.calibrated is not None or not self.clusters.done):
-            same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
-            query_mask = key_mask if same else None
-            self.clusters.causal = self.causal
-            self.clusters.note(q * self.scale, k * self.scale, query_mask, key_mask)
+    def _note_sample(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
+        """Store a sample for the fit of a map that is fitted once."""
+        clusters: Any = self.clusters
+        if self.calibrated is None and clusters.done:
+            return
+        same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
+        clusters.causal = self.causal
+        clusters.note(q * self.scale, k * self.scale, key_mask if same else None, key_mask)
 
     @contextmanager
     def calibration(self):
@@ -390,13 +381,13 @@ class RandomFeatureAttention(Redraws, Running):
             ValueError: the passes give no finite parameters; the state stays as it was.
         """
         if self.keeps_statistics:
-            self._forget()
+            self._fold(0)  # what a training pass left pending
         before = copy.deepcopy(self.state_dict())
         try:
             with super().calibration():
                 yield
                 if self.running:
-                    self.phi.bind(self.noise, self._running_params())  # raises for unusable values
+                    self.phi.bind(self.noise, self.fitted_params())  # raises for unusable values
         except Exception:
             self.load_state_dict(before)
             raise

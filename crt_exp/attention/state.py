@@ -1,10 +1,7 @@
-"""State that random-feature layers learn from their inputs.
+"""State of maps that are fitted to vectors or sequences once.
 
-`Running` averages the statistics of training batches: means over all tokens and ranks, and minima. Statistics of the
-last pass are `pending` until the next pass begins, and are then folded into those that are `running`.
-
-`FittedOnce` fits a map to vectors once. Each of the first training passes leaves a sample of its queries and keys, and
-the fit happens between two passes. A calibration fits after each of its passes.
+`FittedOnce` fits a map to vectors. Each of the first training passes leaves a sample of its queries and keys, and the
+fit happens between two passes. A calibration fits after each of its passes.
 `FittedToSequences` uses whole sequences, of the first training pass or of a calibration.
 Samples come from all processes, and parameters from the first, so that all ranks agree.
 
@@ -12,301 +9,24 @@ Notation: B batch, H query heads, Hkv key heads, P vectors of a sample, d.
 """
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as ranks
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from crt_exp.attention.base import (
-    LinearAttention,
-    add_to_counter,
-    known_value,
-    read_value,
-    set_known_value,
-)
+from crt_exp.attention.base import add_to_counter, read_value
 from crt_exp.attention.checks import outside_graphs, repeat_heads
-from crt_exp.attention.compiled import compiled_on_gpus
-from crt_exp.features.base import FeatureMap, NotFinite, Params, values_readable
-from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.samplers.noise import Nested, leaves, map_leaves
+from crt_exp.attention.running import several_ranks
+from crt_exp.features.base import FeatureMap, NotFinite, Params
+from crt_exp.features.statistics import Statistics
+from crt_exp.samplers.noise import leaves, map_leaves
 
-# running averages; the minimum is stored separately
-MOMENTS = ("mean", "mean_sq", "mean_abs")
 SAMPLE = 512  # vectors of each head for a fit, for queries and keys each
 MIN_TOKENS = 16  # of a sequence
 CALIBRATION_FACTOR = 8  # size of a calibration's sample, relative to that of a training pass
 SIDES = ("queries", "keys")
-
-
-class Running(LinearAttention):
-    """Base class of layers with running statistics of queries and keys.
-
-    `RandomFeatureAttention` describes the use of the statistics.
-    """
-
-    phi: FeatureMap
-    clusters: "FittedOnce | None"
-    running_weight: Tensor
-    pending_weight: Tensor
-    pending_x_count: Tensor
-    pending_y_count: Tensor
-    folds: Tensor
-    keeps_statistics = (
-        False  # whether the layer has running statistics; some layers are causal in some calls only
-    )
-    moments: tuple[str, ...]  # names of the averages that the fit of the map uses
-
-    @property
-    def running(self) -> bool:
-        """Whether calls use and update the running statistics."""
-        return self.keeps_statistics and (self.causal or self.cross)
-
-    def _register_statistics(self) -> None:
-        # all moments, whatever the map uses, so that saved states have one form
-        names = (*MOMENTS, "second") if self.phi.second_moments else MOMENTS
-        for stage in ("running", "pending"):
-            for side in "xy":
-                for name in (*names, "minimum"):
-                    columns = (self.d, self.d) if name == "second" else (self.d,)
-                    zeros = torch.zeros(self.kv_heads, *columns)
-                    self.register_buffer(f"{stage}_{side}_{name}", zeros)
-            # running: 1 - decay^n; pending: 0 or 1
-            self.register_buffer(f"{stage}_weight", torch.zeros(()))
-        # tokens in the pending means; not saved, as checkpoints lie between steps
-        for side in "xy":
-            self.register_buffer(f"pending_{side}_count", torch.zeros(()), persistent=False)
-        self.register_buffer("folds", torch.zeros((), dtype=torch.long))
-        set_known_value(self.pending_weight, 0)
-        set_known_value(self.folds, 0)
-        self.keeps_statistics = True
-        self._averages = [f"{side}_{name}" for side in "xy" for name in self.moments]
-        self._uses_minimum = "minimum" in self.phi.moments
-
-    def running_moments(self, side: str) -> Moments:
-        """Return the running averages of queries ("x") or keys ("y"), (Hkv, d) each.
-
-        Before the first batch they are those of zero vectors.
-        """
-        return averages(self.running_weight, self._running_sums(side))
-
-    def fit_to_running(self) -> Params:
-        """Return the parameters of the map for the running averages."""
-        sums = [self._running_sums(side) for side in "xy"]
-        return fit_to_sums(self.running_weight, *sums, self.phi)
-
-    def _running_sums(self, side: str) -> dict[str, Tensor]:
-        names = list(self.moments)
-        if self._uses_minimum:
-            names.append("minimum")
-        return {name: getattr(self, f"running_{side}_{name}") for name in names}
-
-    def _buffers_of(self, stage: str) -> list[Tensor]:
-        return [getattr(self, f"{stage}_{name}") for name in self._averages]
-
-    @torch.no_grad()
-    def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
-        """Pool the statistics of this batch, over all ranks, with the pending ones.
-
-        Raises:
-            NotFinite: a statistic overflows, on CPUs or in a calibration; the stored ones stay.
-        """
-        if len(q) == 0 and not several_ranks():
-            return
-        same = self.causal or not self.cross
-        inputs = (q, k, key_mask, self.scale, same)
-        batch = batch_moments(*inputs, self.moments, self._uses_minimum)
-        if several_ranks():
-            batch = [reduce_ranks(moments) for moments in batch]
-        means = [*batch[0].means, *batch[1].means]
-        for mean in means:
-            readable = self.calibrated is not None or values_readable(mean)
-            if readable and not bool(mean.isfinite().all()):
-                raise NotFinite(
-                    f"statistics of {type(self.phi).__name__}: not finite; expected vectors without NaN, "
-                    "infinity or overflow"
-                )
-        counts = [self.pending_x_count, self.pending_y_count]
-        counted = all(isinstance(moments.number, int) for moments in batch)
-        first = counted and known_value(self.pending_weight) == 0
-        if self._uses_minimum:
-            for side, moments, count in zip("xy", batch, counts):
-                low = getattr(self, f"pending_{side}_minimum")
-                seen = torch.ones_like(count) * moments.number > 0
-                low.copy_(_lower_minimum(low, count > 0, moments.minimum, seen))
-        if first:  # in few operations
-            torch._foreach_copy_(self._buffers_of("pending"), means)
-            numbers = [float(moments.number) for moments in batch]
-            torch._foreach_add_([*counts, self.pending_weight], [*numbers, 1.0])
-            set_known_value(self.pending_weight, 1)
-        else:
-            for side, moments, count in zip("xy", batch, counts):
-                count.add_(moments.number)
-                share = moments.number / count.clamp(min=1)
-                for name, mean in zip(self.moments, moments.means):
-                    pending = getattr(self, f"pending_{side}_{name}")
-                    pending.lerp_(mean.to(pending), share.to(pending))
-            self.pending_weight.copy_(self.pending_y_count > 0)
-            set_known_value(self.pending_weight, None)
-        if self.calibrated is not None:
-            self.calibrated += 1
-            self._fold(1 / self.calibrated)
-
-    @torch.no_grad()
-    def _fold(self, share: float) -> None:
-        """Update running <- (1 - share) running + share pending, where statistics are pending.
-
-        The weight is the share of data in the running averages.
-        """
-        weight = known_value(self.pending_weight)
-        if weight == 0:
-            return
-        running = [self.running_weight, *self._buffers_of("running")]
-        pending = [self.pending_weight, *self._buffers_of("pending")]
-        if self._uses_minimum:
-            self._fold_minima(share * self.pending_weight)
-        if weight == 1:
-            torch._foreach_lerp_(running, pending, share)
-            add_to_counter(self.folds)
-        else:
-            rate = share * self.pending_weight
-            for old, new in zip(running, pending):
-                old.lerp_(new, rate.to(old))
-            self.folds.add_(self.pending_weight.long())
-        self._forget()
-
-    def _fold_minima(self, rate: Tensor) -> None:
-        counts = self.running_weight * (1 - rate) > 0
-        for side in "xy":
-            low = getattr(self, f"running_{side}_minimum")
-            new = getattr(self, f"pending_{side}_minimum")
-            low.copy_(_lower_minimum(low, counts, new, rate > 0))
-
-    def _forget(self) -> None:
-        """Reset the pending statistics."""
-        torch._foreach_zero_([self.pending_x_count, self.pending_y_count, self.pending_weight])
-        set_known_value(self.pending_weight, 0)
-
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        if self.keeps_statistics:
-            weight = float(self.pending_weight)
-            set_known_value(self.pending_weight, int(weight) if weight in (0, 1) else None)
-
-
-def _lower_minimum(low: Tensor, counts: Tensor, other: Tensor, other_counts: Tensor) -> Tensor:
-    """Return the minimum of the values that count, or 0 if none counts.
-
-    Averages of states with inf would be inf or NaN.
-    """
-    low = torch.where(counts, low, torch.inf)
-    other = torch.where(other_counts, other, torch.inf)
-    return torch.where(counts | other_counts, torch.minimum(low, other), 0.0)
-
-
-def averages(weight: Tensor, sums: dict[str, Tensor]) -> Moments:
-    """Return the moments of weighted sums; 0 for weight 0."""
-    values = {}
-    for name, total in sums.items():
-        if name == "minimum":
-            values[name] = torch.where(weight > 0, total, 0.0)
-        else:
-            values[name] = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
-    return Moments.from_values(**values)
-
-
-@compiled_on_gpus
-def fit_to_sums(
-    weight: Tensor, x: dict[str, Tensor], y: dict[str, Tensor], phi: FeatureMap
-) -> Params:
-    """Return the parameters of a map for the averages of queries and keys."""
-    return phi.fit(Statistics(averages(weight, x), averages(weight, y)))
-
-
-@compiled_on_gpus
-def fit_to_call(
-    q: Tensor, k: Tensor, key_mask: Tensor | None, scale: float, phi: FeatureMap
-) -> Params:
-    """Return the parameters of a map for the scaled queries and keys of a call."""
-    return phi.fit(grouped_statistics(q, k, key_mask, scale))
-
-
-class BatchMoments(NamedTuple):
-    """Moments of the queries or keys of a batch, by key head."""
-
-    means: list[Tensor]  # (Hkv, .) each
-    minimum: Tensor | None  # (Hkv, d)
-    number: Tensor | int  # of vectors of a head; a tensor if a mask or other ranks decide it
-
-
-@compiled_on_gpus
-def batch_moments(
-    q: Tensor,
-    k: Tensor,
-    key_mask: Tensor | None,
-    scale: float,
-    same: bool,
-    names: tuple[str, ...],
-    with_minimum: bool,
-) -> list[BatchMoments]:
-    """Return the moments of the scaled queries and keys of a batch; see `grouped_statistics`."""
-    stats: Any = grouped_statistics(q, k, key_mask, scale, same)
-    sides = []
-    for moments in (stats.x, stats.y):
-        means = [moments.batch_mean(name) for name in names]
-        low = None
-        if with_minimum:
-            low = torch.full_like(means[0], torch.inf)
-            if len(q):
-                low = moments.minimum.amin(0)
-        sides.append(BatchMoments(means, low, moments.batch_count))
-    return sides
-
-
-def reduce_ranks(moments: BatchMoments) -> BatchMoments:
-    """Return the moments of the vectors of all processes."""
-    means = moments.means
-    number = means[0].new_tensor(moments.number, dtype=torch.float64)
-    totals = [*(mean * number for mean in means), number]
-    flat = _flatten_dense_tensors(totals)
-    ranks.all_reduce(flat)
-    *totals, number = _unflatten_dense_tensors(flat, totals)
-    low = moments.minimum
-    if low is not None:
-        low = low.contiguous()
-        ranks.all_reduce(low, op=ranks.ReduceOp.MIN)
-    return BatchMoments([total / number.clamp(min=1) for total in totals], low, number)
-
-
-def grouped_statistics(
-    x: Tensor,
-    y: Tensor,
-    key_mask: Tensor | None = None,
-    scale: float = 1.0,
-    same: bool = True,
-) -> Statistics:
-    """Return the statistics of scale x and scale y for each (batch, key head).
-
-    Query heads of a group are pooled. Padded queries are left out if queries and keys are of one sequence (`same`).
-    """
-    groups = x.shape[1] // y.shape[1]
-    y_mask = None if key_mask is None else key_mask[:, None]
-    x_mask = y_mask if same and x.shape[2] == y.shape[2] else None
-    if groups > 1:
-        x = x.unflatten(1, (y.shape[1], groups)).flatten(2, 3)
-        x_mask = None if x_mask is None else x_mask.repeat(1, 1, groups)
-    return Statistics(
-        Moments.from_vectors(x, x_mask, scale), Moments.from_vectors(y, y_mask, scale)
-    )
-
-
-def for_query_heads(params: Nested, groups: int) -> Nested:
-    """Repeat parameters of key heads for the query heads of their groups."""
-    if groups == 1:
-        return params
-    return map_leaves(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
 
 
 class FittedOnce(nn.Module):
@@ -619,10 +339,6 @@ def _subsample(rows: Tensor, most: int) -> Tensor:
     if count <= most:
         return rows
     return rows[:, torch.arange(most, device=rows.device) * count // most]
-
-
-def several_ranks() -> bool:
-    return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
 
 
 def _gather_ranks(rows: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 import pytest
 from helpers.attention_cases import set_chunks
 
+from crt_exp.attention import engines
+
 
 @pytest.fixture
 def small_chunks(monkeypatch):
@@ -12,4 +14,4 @@ def small_chunks(monkeypatch):
 def engine(request, monkeypatch):
     """Both ways to do float32 on a CPU: the library in C, and PyTorch's operators."""
     if request.param == "plain":
-        monkeypatch.setenv("CRT_EXP_ENGINE", "plain")
+        monkeypatch.setattr(engines, "PLAIN_CHOSEN", True)

@@ -120,7 +120,7 @@ def test_clusters_are_fitted_on_the_first_steps_and_then_frozen(options):
         v,
         ours.phi,
         ours.noise,
-        ours._running_params(),
+        ours.fitted_params(),
         causal=ours.causal,
     )
     actual = ours.eval()(q, k, v)

@@ -219,7 +219,7 @@ def test_causal_statistics_come_from_earlier_batches_only(phi, unfitted):
     x = q.transpose(0, 1).flatten(1, 2) * D**-0.25
     y = k.transpose(0, 1).flatten(1, 2) * D**-0.25
     fitted = phi.fit(Statistics.of(x, y))  # one batch folded in, corrected for the start
-    for ours, expected in zip(module._running_params(), fitted):
+    for ours, expected in zip(module.fitted_params(), fitted):
         assert_close(ours, expected, rtol=1e-3, atol=1e-4)
 
 

@@ -255,7 +255,7 @@ def cache(monkeypatch, tmp_path):
     """An empty cache folder, and a process that has not asked for the library yet.
     Gives the folder of the libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("CRT_EXP_ENGINE", raising=False)
+    monkeypatch.setattr(engines, "PLAIN_CHOSEN", False)
     native.library.cache_clear()
     yield tmp_path / "crt_exp" / "native"
     native.library.cache_clear()
@@ -297,7 +297,7 @@ def test_without_a_compiler(compiler, reason, cache, monkeypatch, caplog):
     assert "Install a C compiler" in caplog.text
     caplog.clear()
     native.library.cache_clear()
-    monkeypatch.setenv("CRT_EXP_ENGINE", "plain")
+    monkeypatch.setattr(engines, "PLAIN_CHOSEN", True)
     assert native.library() is None
     assert not caplog.records
 

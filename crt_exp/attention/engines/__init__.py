@@ -46,6 +46,7 @@ from torch import Tensor
 C = "c"
 TRITON = "triton"
 PLAIN = "plain"
+PLAIN_CHOSEN = os.environ.get("CRT_EXP_ENGINE") == PLAIN  # by the user, for everything
 
 # those of vectors.h
 CHUNK = 64  # tokens
@@ -80,10 +81,6 @@ class Form(NamedTuple):
     keep: Tensor | None  # (B, S)
     learned: bool = False  # whether rows, scale or bias need a gradient
 
-    @property
-    def width(self) -> int:
-        return self.rows.shape[-2]
-
 
 class Gradients(NamedTuple):
     """Gradients of queries, keys and values, and of the parts of a learned map."""
@@ -117,8 +114,3 @@ class Gradients(NamedTuple):
         scale = (self.weights * form.rows).sum((-2, -1), keepdim=True)
         bias = self.bias.sum_to_size(form.bias.shape)
         return rows, scale.sum_to_size(form.scale.shape), bias
-
-
-def plain_is_chosen() -> bool:
-    """Return whether the user chose plain operations, by CRT_EXP_ENGINE=plain."""
-    return os.environ.get("CRT_EXP_ENGINE") == PLAIN

@@ -56,7 +56,7 @@ class Call:
     def __init__(self, x: Tensor, y: Tensor, v: Tensor, form: Form, causal: bool):
         B, H, L, d = x.shape
         Hkv, S, dv = v.shape[1:]
-        M = form.width
+        M = form.rows.shape[-2]
         rows = contiguous_vectors(form.rows)
         bias = contiguous_vectors(form.bias)  # that of some maps is one number, expanded
         heads_of_map = max(form.rows.shape[1], form.scale.shape[1], form.bias.shape[1])
@@ -201,8 +201,8 @@ class Engine:
         if self.causal:
             diagonal = (B, H, L, TILE)
         else:
-            logs = (B, call.shape[3], call.key_parts + 1, form.width)
-            states = (*logs[:3], v.shape[-1] + 1, form.width)
+            logs = (B, call.shape[3], call.key_parts + 1, form.rows.shape[-2])
+            states = (*logs[:3], v.shape[-1] + 1, form.rows.shape[-2])
         return Saved(
             out=v.new_empty(B, H, L, v.shape[-1]),
             logsum=form.rows.new_empty(B, H, L),

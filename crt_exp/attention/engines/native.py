@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from crt_exp.attention import engines
 from crt_exp.attention.checks import NOT_FINITE_MESSAGE
 from crt_exp.attention.engines import (
     BAD_DIRECTIONS,
@@ -34,7 +35,6 @@ from crt_exp.attention.engines import (
     Form,
     Gradients,
     Saved,
-    plain_is_chosen,
 )
 from crt_exp.features.base import NotFinite
 
@@ -105,7 +105,7 @@ class Engine:
     def empty(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Saved:
         B, H, L, _ = x.shape
         dv = v.shape[-1]
-        M = form.width
+        M = form.rows.shape[-2]
         state_batch = (B, H)
         level_shape = (0,)
         if self.causal:
@@ -161,7 +161,7 @@ class Engine:
     ) -> None:
         B, H, L, d = x.shape
         S, dv = v.shape[2:]
-        call = AttentionCall(B=B, H=H, L=L, S=S, d=d, dv=dv, M=form.width, segment=SEGMENT)
+        call = AttentionCall(B=B, H=H, L=L, S=S, d=d, dv=dv, M=form.rows.shape[-2], segment=SEGMENT)
         call.threads = torch.get_num_threads()
         call.norm_weight = form.norm_weight
         views |= {"x": x, "y": y, "v": v}
@@ -184,7 +184,7 @@ class Engine:
         status = getattr(library(), f"{kind}_{direction}")(ctypes.byref(call))
         if status == NO_MEMORY:
             raise MemoryError(
-                f"out of memory for attention features with d={d}, m={form.width}; use fewer features"
+                f"out of memory for attention features with d={d}, m={form.rows.shape[-2]}; use fewer features"
             )
         if status == BAD_DIRECTIONS:
             raise NotFinite("noise, params: expected finite values")
@@ -207,7 +207,7 @@ bidirectional, causal = Engine(False), Engine(True)
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled library, or None if it is disabled or failed."""
-    if plain_is_chosen():
+    if engines.PLAIN_CHOSEN:
         return None
     try:
         return ctypes.CDLL(str(compiled()))

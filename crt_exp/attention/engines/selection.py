@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from crt_exp.attention import engines
 from crt_exp.attention.checks import requires_gradient, transformed
-from crt_exp.attention.engines import PLAIN, TRITON, C, native, plain_is_chosen
+from crt_exp.attention.engines import PLAIN, TRITON, C, native
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.noise import Nested
@@ -26,9 +27,7 @@ def choose_engine(
 ) -> str:
     """Return C, TRITON or PLAIN; a call's backward pass uses the same engine."""
     dtypes = {x.dtype, y.dtype, v.dtype}
-    if not isinstance(phi, PositiveExponential) or torch.float64 in dtypes:
-        return PLAIN
-    if plain_is_chosen():
+    if engines.PLAIN_CHOSEN or not isinstance(phi, PositiveExponential) or torch.float64 in dtypes:
         return PLAIN
     if torch.compiler.is_exporting() or transformed(x, y, v):
         return PLAIN

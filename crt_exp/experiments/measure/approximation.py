@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention import DenominatorCount, attention, exact_attention, uniform_attention
 from crt_exp.attention.reference import attention_matrix
-from crt_exp.attention.state import for_query_heads, grouped_statistics
+from crt_exp.attention.running import for_query_heads, grouped_statistics
 from crt_exp.experiments.measure import (
     Record,
     Records,

@@ -1,0 +1,272 @@
+"""Running statistics of queries and keys, for the fit of maps in causal and cross-attention.
+
+Statistics of the last training pass are `pending` until the next pass begins, and are then folded into those that are
+`running`. Means are over all tokens and ranks.
+
+Notation: B batch, H query heads, Hkv key heads, d.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as ranks
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from crt_exp.attention.base import LinearAttention
+from crt_exp.attention.compiled import compiled
+from crt_exp.features.base import FeatureMap, NotFinite, Params, values_readable
+from crt_exp.features.statistics import Moments, Statistics
+from crt_exp.samplers.noise import Nested, map_leaves
+
+MEANS = ("mean", "mean_sq", "mean_abs")
+
+
+class Running(LinearAttention):
+    """Base class of layers with running statistics of queries and keys.
+
+    `RandomFeatureAttention` describes the use of the statistics.
+    """
+
+    phi: FeatureMap
+    running_weight: Tensor  # 1 - decay^n after n folds
+    pending_weight: Tensor  # 1, or 0 if nothing is pending
+    pending_x_count: Tensor
+    pending_y_count: Tensor
+    folds: Tensor
+    # whether the layer has running statistics; some layers are causal in some calls only
+    keeps_statistics = False
+    moments: tuple[str, ...]  # names of the statistics that the fit of the map uses
+
+    @property
+    def running(self) -> bool:
+        """Whether calls use and update the running statistics."""
+        return self.keeps_statistics and (self.causal or self.cross)
+
+    def _register_statistics(self) -> None:
+        # all statistics, whatever the map uses, so that saved states have one form
+        names = [*MEANS, "minimum"]
+        if self.phi.second_moments:
+            names.append("second")
+        for stage in ("running", "pending"):
+            for side in "xy":
+                for name in names:
+                    columns = (self.d, self.d) if name == "second" else (self.d,)
+                    zeros = torch.zeros(self.kv_heads, *columns)
+                    self.register_buffer(f"{stage}_{side}_{name}", zeros)
+            self.register_buffer(f"{stage}_weight", torch.zeros(()))
+        # tokens in the pending means; not saved, as checkpoints lie between steps
+        for side in "xy":
+            self.register_buffer(f"pending_{side}_count", torch.zeros(()), persistent=False)
+        self.register_buffer("folds", torch.zeros((), dtype=torch.long))
+        self.keeps_statistics = True
+
+    def statistics(self, stage: str) -> list[dict[str, Tensor]]:
+        """Return the running or pending statistics of queries and of keys, by name."""
+        sides = []
+        for side in "xy":
+            sides.append({name: getattr(self, f"{stage}_{side}_{name}") for name in self.moments})
+        return sides
+
+    def fit_to_running(self) -> Params:
+        """Return the parameters of the map for the running statistics."""
+        fit = compiled(fit_to_averages, self.running_weight.device)
+        return fit(self.phi, self.running_weight, *self.statistics("running"))
+
+    @torch.no_grad()
+    def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
+        """Pool the statistics of this batch, over all ranks, with the pending ones.
+
+        Raises:
+            NotFinite: a statistic overflows, on CPUs or in a calibration; the stored ones stay.
+        """
+        if len(q) == 0 and not several_ranks():
+            return
+        same = self.causal or not self.cross
+        batch = compiled(batch_moments, q.device)(q, k, key_mask, self.scale, same, self.moments)
+        if several_ranks():
+            batch = [reduce_ranks(moments) for moments in batch]
+        if self.calibrated is not None or values_readable(q):
+            for moments in batch:
+                finite = [
+                    bool(mean.isfinite().all())
+                    for name, mean in moments.values.items()
+                    if name != "minimum"
+                ]
+                if not all(finite):
+                    raise NotFinite(
+                        f"statistics of {type(self.phi).__name__}: not finite; expected vectors "
+                        "without NaN, infinity or overflow"
+                    )
+        counts = [self.pending_x_count, self.pending_y_count]
+        pool = compiled(pool_batch, q.device)
+        pool(self.pending_weight, counts, self.statistics("pending"), batch)
+        if self.calibrated is not None:
+            self.calibrated += 1
+            self._fold(1 / self.calibrated)
+
+    @torch.no_grad()
+    def _fold(self, share: float) -> None:
+        """Update running <- (1 - share) running + share pending, and forget the pending statistics."""
+        self.folds.add_(self.pending_weight.long())
+        weights = [self.running_weight, self.pending_weight]
+        fold = compiled(fold_pending, self.running_weight.device)
+        fold(*weights, self.statistics("running"), self.statistics("pending"), share)
+        for t in (self.pending_weight, self.pending_x_count, self.pending_y_count):
+            t.zero_()
+
+
+class BatchMoments(NamedTuple):
+    """Moments of the queries or keys of a batch, by key head."""
+
+    values: dict[
+        str, Tensor
+    ]  # (Hkv, .) by name; without vectors means are 0, and the minimum is inf
+    number: Tensor  # of vectors of a head
+
+
+def batch_moments(
+    q: Tensor,
+    k: Tensor,
+    key_mask: Tensor | None,
+    scale: float,
+    same: bool,
+    names: tuple[str, ...],
+) -> list[BatchMoments]:
+    """Return the moments of the scaled queries and keys of a batch; see `grouped_statistics`."""
+    stats = grouped_statistics(q, k, key_mask, scale, same)
+    sides = []
+    for moments in (stats.x, stats.y):
+        values = {}
+        for name in names:
+            if name != "minimum":
+                values[name] = moments.batch_mean(name)
+            elif len(q):
+                values[name] = moments.minimum.amin(0)
+            else:
+                values[name] = q.new_full((k.shape[1], q.shape[-1]), torch.inf)
+        number = torch.zeros((), device=q.device) + moments.batch_count
+        sides.append(BatchMoments(values, number))
+    return sides
+
+
+def reduce_ranks(moments: BatchMoments) -> BatchMoments:
+    """Return the moments of the vectors of all processes."""
+    values = dict(moments.values)
+    low = values.pop("minimum", None)
+    number = moments.number.double()
+    totals = [*(mean * number for mean in values.values()), number]
+    flat = _flatten_dense_tensors(totals)
+    ranks.all_reduce(flat)
+    *totals, number = _unflatten_dense_tensors(flat, totals)
+    for name, total in zip(values, totals):
+        values[name] = total / number.clamp(min=1)
+    if low is not None:
+        low = low.contiguous()
+        ranks.all_reduce(low, op=ranks.ReduceOp.MIN)
+        values["minimum"] = low
+    return BatchMoments(values, number)
+
+
+def pool_batch(
+    weight: Tensor,
+    counts: list[Tensor],
+    pending: list[dict[str, Tensor]],
+    batch: list[BatchMoments],
+) -> None:
+    """Add the moments of a batch to pending statistics over `counts` vectors, in place."""
+    for count, old, new in zip(counts, pending, batch):
+        counted = count > 0
+        count.add_(new.number)
+        _move_towards(old, new.values, new.number / count.clamp(min=1), counted)
+    weight.copy_(counts[1] > 0)
+
+
+def fold_pending(
+    weight: Tensor,
+    pending_weight: Tensor,
+    running: list[dict[str, Tensor]],
+    pending: list[dict[str, Tensor]],
+    share: float,
+) -> None:
+    """Move running statistics towards those that are pending, by their share, in place."""
+    rate = share * pending_weight
+    counted = weight * (1 - rate) > 0
+    for old, new in zip(running, pending):
+        _move_towards(old, new, rate, counted)
+    weight.lerp_(pending_weight, rate)
+
+
+def _move_towards(
+    old: dict[str, Tensor], new: dict[str, Tensor], share: Tensor, counted: Tensor
+) -> None:
+    """Update averages old <- (1 - share) old + share new, and the minimum to that of both, in place.
+
+    counted: whether the old minimum is that of any vectors.
+    """
+    for name, value in new.items():
+        if name != "minimum":
+            old[name].lerp_(value.to(old[name]), share.to(old[name]))
+            continue
+        # averages of states with inf would be inf or NaN: the minimum of no vectors is stored as 0
+        low = torch.where(counted, old[name], torch.inf)
+        low = torch.minimum(low, torch.where(share > 0, value, torch.inf))
+        old[name].copy_(torch.where(counted | (share > 0), low, 0.0))
+
+
+def averages(weight: Tensor, sums: dict[str, Tensor]) -> Moments:
+    """Return the moments of weighted sums; 0 for weight 0."""
+    values = {}
+    for name, total in sums.items():
+        if name == "minimum":
+            values[name] = torch.where(weight > 0, total, 0.0)
+        else:
+            values[name] = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+    return Moments.from_values(**values)
+
+
+def fit_to_averages(
+    phi: FeatureMap, weight: Tensor, x: dict[str, Tensor], y: dict[str, Tensor]
+) -> Params:
+    """Return the parameters of a map for weighted sums of queries and keys."""
+    return phi.fit(Statistics(averages(weight, x), averages(weight, y)))
+
+
+def fit_to_call(
+    phi: FeatureMap, q: Tensor, k: Tensor, key_mask: Tensor | None, scale: float
+) -> Params:
+    """Return the parameters of a map for the scaled queries and keys of a call."""
+    return phi.fit(grouped_statistics(q, k, key_mask, scale))
+
+
+def grouped_statistics(
+    x: Tensor,
+    y: Tensor,
+    key_mask: Tensor | None = None,
+    scale: float = 1.0,
+    same: bool = True,
+) -> Statistics:
+    """Return the statistics of scale x and scale y for each (batch, key head).
+
+    Query heads of a group are pooled. Padded queries are left out if queries and keys are of one sequence (`same`).
+    """
+    groups = x.shape[1] // y.shape[1]
+    y_mask = None if key_mask is None else key_mask[:, None]
+    x_mask = y_mask if same and x.shape[2] == y.shape[2] else None
+    if groups > 1:
+        x = x.unflatten(1, (y.shape[1], groups)).flatten(2, 3)
+        x_mask = None if x_mask is None else x_mask.repeat(1, 1, groups)
+    return Statistics(
+        Moments.from_vectors(x, x_mask, scale), Moments.from_vectors(y, y_mask, scale)
+    )
+
+
+def for_query_heads(params: Nested, groups: int) -> Nested:
+    """Repeat parameters of key heads for the query heads of their groups."""
+    if groups == 1:
+        return params
+    return map_leaves(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
+
+
+def several_ranks() -> bool:
+    return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
