@@ -387,7 +387,9 @@ class RandomFeatureAttention(Redraws, Running):
             with super().calibration():
                 yield
                 if self.running:
-                    self.phi.bind(self.noise, self.fitted_params())  # raises for unusable values
+                    groups = self.heads // self.kv_heads
+                    params = for_query_heads(self.fit_to_running(), groups)
+                    self.phi.bind(self.noise, params)  # raises for unusable values
         except Exception:
             self.load_state_dict(before)
             raise
