@@ -381,7 +381,7 @@ class RandomFeatureAttention(Redraws, Running):
             ValueError: the passes give no finite parameters; the state stays as it was.
         """
         if self.keeps_statistics:
-            self._fold(0)  # what a training pass left pending
+            self._forget()
         before = copy.deepcopy(self.state_dict())
         try:
             with super().calibration():

@@ -107,11 +107,15 @@ class Running(LinearAttention):
 
     @torch.no_grad()
     def _fold(self, share: float) -> None:
-        """Update running <- (1 - share) running + share pending, and forget the pending statistics."""
+        """Update running <- (1 - share) running + share pending, and drop the pending statistics."""
         self.folds.add_(self.pending_weight.long())
         weights = [self.running_weight, self.pending_weight]
         fold = compiled(fold_pending, self.running_weight.device)
         fold(*weights, self.statistics("running"), self.statistics("pending"), share)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop the pending statistics."""
         for t in (self.pending_weight, self.pending_x_count, self.pending_y_count):
             t.zero_()
 
