@@ -87,17 +87,14 @@ class Running(LinearAttention):
         if several_ranks():
             batch = [reduce_ranks(moments) for moments in batch]
         if self.calibrated is not None or values_readable(q):
+            means = []
             for moments in batch:
-                finite = [
-                    bool(mean.isfinite().all())
-                    for name, mean in moments.values.items()
-                    if name != "minimum"
-                ]
-                if not all(finite):
-                    raise NotFinite(
-                        f"statistics of {type(self.phi).__name__}: not finite; expected vectors "
-                        "without NaN, infinity or overflow"
-                    )
+                means += [moments.values[name] for name in self.moments if name != "minimum"]
+            if not all(bool(mean.isfinite().all()) for mean in means):
+                raise NotFinite(
+                    f"statistics of {type(self.phi).__name__}: not finite; expected vectors without NaN, "
+                    "infinity or overflow"
+                )
         counts = [self.pending_x_count, self.pending_y_count]
         pool = compiled(pool_batch, q.device)
         pool(self.pending_weight, counts, self.statistics("pending"), batch)
@@ -108,25 +105,21 @@ class Running(LinearAttention):
     @torch.no_grad()
     def _fold(self, share: float) -> None:
         """Update running <- (1 - share) running + share pending, and drop the pending statistics."""
-        self.folds.add_(self.pending_weight.long())
-        weights = [self.running_weight, self.pending_weight]
+        counters = (self.folds, self.running_weight, self.pending_weight)
         fold = compiled(fold_pending, self.running_weight.device)
-        fold(*weights, self.statistics("running"), self.statistics("pending"), share)
+        fold(*counters, self.statistics("running"), self.statistics("pending"), share)
         self._forget()
 
     def _forget(self) -> None:
         """Drop the pending statistics."""
-        for t in (self.pending_weight, self.pending_x_count, self.pending_y_count):
-            t.zero_()
+        torch._foreach_zero_([self.pending_weight, self.pending_x_count, self.pending_y_count])
 
 
 class BatchMoments(NamedTuple):
     """Moments of the queries or keys of a batch, by key head."""
 
-    values: dict[
-        str, Tensor
-    ]  # (Hkv, .) by name; without vectors means are 0, and the minimum is inf
-    number: Tensor  # of vectors of a head
+    values: dict[str, Tensor]  # (Hkv, .) each; without vectors means are 0, and the minimum is inf
+    number: Tensor | int  # of vectors of a head; a tensor if a mask or other ranks decide it
 
 
 def batch_moments(
@@ -149,8 +142,7 @@ def batch_moments(
                 values[name] = moments.minimum.amin(0)
             else:
                 values[name] = q.new_full((k.shape[1], q.shape[-1]), torch.inf)
-        number = torch.zeros((), device=q.device) + moments.batch_count
-        sides.append(BatchMoments(values, number))
+        sides.append(BatchMoments(values, moments.batch_count))
     return sides
 
 
@@ -158,7 +150,7 @@ def reduce_ranks(moments: BatchMoments) -> BatchMoments:
     """Return the moments of the vectors of all processes."""
     values = dict(moments.values)
     low = values.pop("minimum", None)
-    number = moments.number.double()
+    number = values["mean"].new_tensor(moments.number, dtype=torch.float64)
     totals = [*(mean * number for mean in values.values()), number]
     flat = _flatten_dense_tensors(totals)
     ranks.all_reduce(flat)
@@ -179,14 +171,19 @@ def pool_batch(
     batch: list[BatchMoments],
 ) -> None:
     """Add the moments of a batch to pending statistics over `counts` vectors, in place."""
-    for count, old, new in zip(counts, pending, batch):
-        counted = count > 0
-        count.add_(new.number)
-        _move_towards(old, new.values, new.number / count.clamp(min=1), counted)
-    weight.copy_(counts[1] > 0)
+    old = [weight]
+    new = []
+    for count, stored, moments in zip(counts, pending, batch):
+        total = count + moments.number
+        old += [count, *stored.values()]
+        share = moments.number / total.clamp(min=1)
+        new += [total, *moved(stored, moments.values, share, count > 0)]
+    any_key = total > 0
+    torch._foreach_copy_(old, [any_key.to(weight), *new])
 
 
 def fold_pending(
+    folds: Tensor,
     weight: Tensor,
     pending_weight: Tensor,
     running: list[dict[str, Tensor]],
@@ -195,27 +192,31 @@ def fold_pending(
 ) -> None:
     """Move running statistics towards those that are pending, by their share, in place."""
     rate = share * pending_weight
-    counted = weight * (1 - rate) > 0
-    for old, new in zip(running, pending):
-        _move_towards(old, new, rate, counted)
-    weight.lerp_(pending_weight, rate)
+    old = [folds, weight]
+    new = [folds + pending_weight.long(), weight.lerp(pending_weight, rate)]
+    for stored, values in zip(running, pending):
+        old += stored.values()
+        new += moved(stored, values, rate, weight * (1 - rate) > 0)
+    torch._foreach_copy_(old, new)
 
 
-def _move_towards(
-    old: dict[str, Tensor], new: dict[str, Tensor], share: Tensor, counted: Tensor
-) -> None:
-    """Update averages old <- (1 - share) old + share new, and the minimum to that of both, in place.
+def moved(
+    old: dict[str, Tensor], new: dict[str, Tensor], share: Tensor, has_old: Tensor
+) -> list[Tensor]:
+    """Return averages (1 - share) old + share new, and the minimum of both.
 
-    counted: whether the old minimum is that of any vectors.
+    has_old: whether the old minimum is that of any vectors.
     """
-    for name, value in new.items():
+    values = []
+    for name, t in old.items():
         if name != "minimum":
-            old[name].lerp_(value.to(old[name]), share.to(old[name]))
+            values.append(t.lerp(new[name].to(t), share.to(t)))
             continue
         # averages of states with inf would be inf or NaN: the minimum of no vectors is stored as 0
-        low = torch.where(counted, old[name], torch.inf)
-        low = torch.minimum(low, torch.where(share > 0, value, torch.inf))
-        old[name].copy_(torch.where(counted | (share > 0), low, 0.0))
+        has_new = share > 0
+        low = torch.where(has_old, t, torch.inf).minimum(torch.where(has_new, new[name], torch.inf))
+        values.append(torch.where(has_old | has_new, low, 0.0))
+    return values
 
 
 def averages(weight: Tensor, sums: dict[str, Tensor]) -> Moments:

@@ -26,10 +26,10 @@ VIEWS = {
 }
 METHODS = ("favorp", "favorpp", "favorsharp")
 # operators outside compiled functions at most, one of them attention: forward, bidirectional and causal, and backward
-OPERATORS = {"favorp": (1, 1), "favorpp": (1, 6), "favorsharp": (12, 17)}
+OPERATORS = {"favorp": (1, 1), "favorpp": (1, 2), "favorsharp": (12, 13)}
 BACKWARD_LIMIT = 8
 # launches of the compiled functions at most, with 1,024 tokens of 64 columns
-LAUNCHES = {"favorp": (2, 2), "favorpp": (5, 5), "favorsharp": (36, 38)}
+LAUNCHES = {"favorp": (2, 2), "favorpp": (5, 7), "favorsharp": (36, 40)}
 
 
 class CountedOperators(TorchDispatchMode):
@@ -205,4 +205,4 @@ def test_compiled_functions_take_few_launches(method, causal, as_on_device, monk
     q, k, v = torch.randn(3, 1, 8, 1024, 64)
     with config.patch(cpu_backend="triton", compile_threads=1):
         layer(q, k, v)
-    assert 0 < len(launches) <= LAUNCHES[method][causal], (len(launches), launches)
+    assert 0 < len(launches) <= LAUNCHES[method][causal], (len(launches), "\n".join(launches))
