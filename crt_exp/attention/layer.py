@@ -308,7 +308,9 @@ class RandomFeatureAttention(Redraws, Running):
             params = fit(self.phi, q, k, key_mask, self.scale)
         else:
             params = self.phi.fit(self._without_queries(k, key_mask))
-        return for_query_heads(params, self.heads // heads)
+        if heads != self.heads:
+            params = for_query_heads(params, self.heads // heads)
+        return params
 
     def _without_queries(self, k: Tensor, key_mask: Tensor | None) -> Statistics:
         """Return statistics of these keys and of the queries of earlier batches.

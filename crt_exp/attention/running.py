@@ -268,8 +268,6 @@ def grouped_statistics(
 
 def for_query_heads(params: Nested, groups: int) -> Nested:
     """Repeat parameters of key heads for the query heads of their groups."""
-    if groups == 1:
-        return params
     return map_leaves(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
 
 

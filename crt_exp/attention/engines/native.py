@@ -174,7 +174,11 @@ class Engine:
             if t.stride(-1) != 1:
                 t = t.contiguous()
             alive.append(t)
-            setattr(call, name, _view(t))
+            steps = [0, 0, 0]  # strides of batch, head and token; 0 for broadcast dimensions
+            for dim in range(min(3, t.ndim)):
+                if t.shape[dim] != 1:
+                    steps[dim] = t.stride(dim)
+            setattr(call, name, View(t.data_ptr(), *steps))
         if form.keep is not None:
             keep = form.keep.contiguous()
             call.keep = keep.data_ptr()
@@ -190,15 +194,6 @@ class Engine:
             raise NotFinite("noise, params: expected finite values")
         if status == NOT_FINITE:
             raise NotFinite(NOT_FINITE_MESSAGE)
-
-
-def _view(t: Tensor) -> View:
-    """Return the strides of batch, head and token; 0 for broadcast dimensions."""
-    steps = [0, 0, 0]
-    for dim in range(min(3, t.ndim)):
-        if t.shape[dim] != 1:
-            steps[dim] = t.stride(dim)
-    return View(t.data_ptr(), *steps)
 
 
 bidirectional, causal = Engine(False), Engine(True)
