@@ -58,7 +58,7 @@ CALLS = {
         "denominator='clip': expected",
     ),
     "variance of hedgehog": (
-        lambda: Hedgehog().log_relative_second_moment(X, X),
+        lambda: Hedgehog().log_variance(X, X),
         NotImplementedError,
         "estimate no kernel",
     ),

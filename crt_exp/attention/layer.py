@@ -69,7 +69,7 @@ class RandomFeatureAttention(Redraws, Running):
 
     Args:
         phi: feature map of the softmax kernel, possibly a sum or product of maps.
-        m: number of projections; a tuple for the parts of phi.
+        m: number of projections.
         kv_heads: number of key heads, by default `heads`.
         scaling: factor of q.k in the logits, by default d^(-1/2).
         redraw_every: training passes between redraws; 0 for never. Eval mode, backward passes and decoding never
@@ -100,7 +100,7 @@ class RandomFeatureAttention(Redraws, Running):
         self,
         phi: FeatureMap,
         sampler: Callable[..., Noise] | None,
-        m: Nested,
+        m: int,
         heads: int,
         d: int,
         *,
@@ -242,7 +242,7 @@ class RandomFeatureAttention(Redraws, Running):
     @property
     def width(self) -> int:
         """Number M of features."""
-        return self.phi.width(map_leaves(lambda p: p.m, self.projections, empty=self.d))
+        return self.phi.width(self.m if self.gaussian else self.d)
 
     @property
     def serves_causal(self) -> bool:

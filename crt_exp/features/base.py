@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.statistics import Kernel, log_kernel
-from crt_exp.samplers.noise import Nested, Noise, leaves, map_leaves, match_float64, transforming
+from crt_exp.samplers.noise import (
+    Nested,
+    Noise,
+    leaves,
+    map_leaves,
+    match_float64,
+    share_leaf,
+    transforming,
+)
 from crt_exp.validation import check_values
 
 # Value of positive features. Zero-dimensional tensors combine with every device and dtype.
@@ -186,22 +194,14 @@ class FeatureMap:
         """Return the map for m projections; maps with m-dependent parameters override it."""
         return self
 
-    def rank(self, m: int) -> int:
-        """Return the feature dimension as the papers count it.
-
-        This is the least number of features that gives the same estimate in exact arithmetic.
-        """
-        return self.width(m)
-
-    def projections(self, m: Nested) -> Nested:
+    def projections(self, m: int) -> Nested:
         """Return the requests for projections: a `Projections` or None.
 
-        Composite maps return a tuple with one entry for each part. Their m is one number, or a tuple with one entry
-        for each part.
+        Composite maps return a tuple with one entry for each part.
         """
         return Projections(m)
 
-    def noise(self, m: Nested, draw: Callable[[Projections], Noise]) -> Nested:
+    def noise(self, m: int, draw: Callable[[Projections], Noise]) -> Nested:
         """Sample the projections; `draw` is called once for each independent request."""
         needed = self.projections(m)
         noises: dict[str, Noise] = {}
@@ -280,19 +280,43 @@ class FeatureMap:
 
 
 def distinct(requests: Nested) -> list[Projections]:
-    """Return one request per name.
+    """Return one request per name."""
+    return list({request.name: request for request in leaves(requests)}.values())
 
-    Raises:
-        ValueError: parts share projections but need different numbers of them.
-    """
-    by_name: dict[str, Projections] = {}
-    for request in leaves(requests):
-        first = by_name.setdefault(request.name, request)
-        if first.m != request.m:
-            raise ValueError(
-                f"shared projections: parts need {first.m} and {request.m} rows; use equal m"
-            )
-    return list(by_name.values())
+
+class Composite(FeatureMap):
+    """Base class of maps with parts: projections and parameters are tuples like `parts`."""
+
+    parts: tuple  # maps, or tuples of maps
+    one_map = False
+
+    @property
+    def fitted(self) -> bool:
+        return any(part.fitted for part in leaves(self.parts))
+
+    @property
+    def second_moments(self) -> bool:
+        return any(part.second_moments for part in leaves(self.parts))
+
+    def fit(self, stats: Any) -> Params:
+        return map_leaves(lambda part: part.fit(stats), self.parts)
+
+
+def requests_of(parts: Sequence[FeatureMap], m: int, names: Sequence[str]) -> tuple[Nested, ...]:
+    """Return the requests of each part, renamed."""
+    requests = []
+    for part, name in zip(parts, names, strict=True):
+        rename = partial(Projections.of_part, prefix=name)
+        requests.append(map_leaves(rename, part.projections(m)))
+    return tuple(requests)
+
+
+def check_independent(noise: Nested) -> None:
+    """Raise ValueError unless the projections are a pair without common ones."""
+    if not isinstance(noise, tuple) or len(noise) != 2 or share_leaf(*noise):
+        raise ValueError(
+            "noise: expected a pair of independent projections; use phi.noise(m, draw)"
+        )
 
 
 def fit_sets(stats: Any, fit: Callable[[Tensor, Tensor], Any]) -> Any:

@@ -154,15 +154,10 @@ class Coefficient(FeatureMap):
     """
 
     kernel: None = None  # type: ignore[assignment]
-    has_constant = True  # `a` may be non-zero
-    columns = 2  # of rho, per projection
+    has_constant = False  # `a` may be non-zero
 
     def width(self, m: int) -> int:
-        return int(self.has_constant) + self.columns * m
-
-    def complement_width(self, m: int) -> int:
-        """Return the number of columns of `complement_columns`."""
-        return 1 + self.columns * m
+        return int(self.has_constant) + 2 * m
 
     def constant(self, params) -> Tensor | float:
         """Return a, a number or (..., 1, 1)."""
@@ -170,7 +165,7 @@ class Coefficient(FeatureMap):
 
     @abstractmethod
     def rho(self, x: Tensor, noise: Noise, params, key: bool) -> Tensor:
-        """Return rho of queries or rho' of keys x (..., L, d), (..., L, n columns).
+        """Return rho of queries or rho' of keys x (..., L, d), (..., L, 2n).
 
         The result includes 1/sqrt(n) and the sign.
         """
@@ -180,11 +175,6 @@ class Coefficient(FeatureMap):
         if not self.has_constant:
             return rho
         return torch.cat([column(self.constant(params), rho, key), rho], -1)
-
-    def complement_columns(self, rho: Tensor, params, key: bool) -> Tensor:
-        """Return the columns of 1 - lambda, from those of `rho`."""
-        rest = column(1 - self.constant(params), rho, key)
-        return torch.cat([rest, rho if key else -rho], -1)
 
     @abstractmethod
     def mean(self, x: Tensor, y: Tensor, params=()) -> Tensor:
@@ -222,15 +212,6 @@ class AngularCoefficient(BipolarCoefficient):
     0.5
     """
 
-    has_constant = False
-
-    def complement_width(self, m):
-        return self.columns * m
-
-    def complement_columns(self, rho, params, key):
-        """Return [1_+, 1_-] for both sides: the product counts equal signs."""
-        return torch.cat(rho.chunk(2, -1)[::-1], -1) if key else rho
-
     def of_projections(self, projected, params, key):
         negative = projected.detach() < 0
         columns = [negative, ~negative] if key else [~negative, negative]
@@ -242,6 +223,11 @@ class AngularCoefficient(BipolarCoefficient):
     def variance(self, x, y, params=()):
         share = self.mean(x, y)
         return share * (1 - share)
+
+
+def indicators_of_equal_signs(rho: Tensor, key: bool) -> Tensor:
+    """Return the columns of 1 - lambda, [1_+, 1_-] for both sides, from rho of `AngularCoefficient`."""
+    return torch.cat(rho.chunk(2, -1)[::-1], -1) if key else rho
 
 
 class GaussianParams(NamedTuple):
@@ -276,6 +262,7 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
     r: Positive | None = None
 
     fixed = "r"
+    has_constant = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -327,8 +314,6 @@ class DistanceCoefficient(Coefficient):
 
     The estimate uses n trigonometric projections. It may be negative and is not clipped.
     """
-
-    has_constant = False
 
     @abstractmethod
     def scaled(self, x: Tensor, params, key: bool) -> Tensor:

@@ -239,7 +239,7 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         shared: all bases use the same projections.
 
     >>> hybrid = GaussianMixtureHybrid(queries=1, keys=2)
-    >>> len(hybrid.components[1])  # a base of each pair of clusters, and the last
+    >>> len(hybrid.parts[1])  # a base of each pair of clusters, and the last
     3
     """
 
@@ -259,7 +259,7 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         """The coefficient of every pair of clusters."""
         return PairCoefficient(tau=self.tau)
 
-    def _build_components(self):
+    def _build_parts(self):
         bases: tuple[FeatureMap, ...] = (CERF(self.kernel, field=self.field),) * self.pairs
         if self.default is not None:
             bases = (*bases, BASES[self.default](self.kernel))

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.features.base import FeatureMap, Params, distinct
+from crt_exp.features.base import Composite, FeatureMap, Params, distinct
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.features.other_kernels import Composite, Sum
+from crt_exp.features.other_kernels import Sum
 from crt_exp.features.statistics import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax.base import (
@@ -28,7 +28,7 @@ from crt_exp.sampled_softmax.base import (
     check_rows,
 )
 from crt_exp.samplers import DenseNoise
-from crt_exp.samplers.noise import Nested, map_leaves
+from crt_exp.samplers.noise import Nested, leaves, map_leaves
 
 UPDATE_BLOCK = 2**12  # classes per block of an update, so that intermediate results fit the cache
 DEFENSIVE = 0.05  # default share of the uniform distribution if estimates may be negative
@@ -246,22 +246,21 @@ class ClassFeatures(nn.Module):
         if not temperature > 0:
             raise ValueError(f"temperature={temperature}: expected > 0")
         self.phi = proposal if isinstance(proposal, FeatureMap) else mechanism.map("softmax")
-        self.m = mechanism.m
         self.scale = float(temperature) ** -0.5
-        assert mechanism.sampler is not None
+        assert mechanism.sampler is not None and mechanism.m is not None
         features = mechanism.parts["features"].name
-        names = f"{features} x {mechanism.parts['sampler'].name}, m = {self.m}"
+        names = f"{features} x {mechanism.parts['sampler'].name}, m = {mechanism.m}"
         self.described = (
             f"{names}, map {self.phi!r}, d = {d}, V = {classes}, temperature = {temperature:g}"
         )
-        self.projections = self.phi.projections(self.m)
+        self.projections = self.phi.projections(mechanism.m)
         generator = torch.Generator().manual_seed(seed)
         self.gaussian: dict[str, bool] = {}  # of the projections in each buffer
         for request in distinct(self.projections):
             noise = mechanism.sampler(request.m, d, generator)
             self.gaussian[request.buffer] = noise.gaussian
             self.register_buffer(request.buffer, noise.rows().float().contiguous())
-        self.width = self.phi.width(map_leaves(lambda p: p.m, self.projections, empty=d))
+        self.width = self.phi.width(mechanism.m)
         self.block = max(1, BLOCK // self.width)  # classes per block of a rebuild
         self.register_buffer("constants", torch.zeros(self.width, dtype=torch.float64))
         # vectors for fitting the parameters, and their number
@@ -404,7 +403,7 @@ def is_positive(phi: FeatureMap) -> bool:
     if isinstance(phi, Sum) and min(phi.weights) <= 0:
         return False
     if isinstance(phi, Composite):
-        return all(map(is_positive, phi.parts))
+        return all(map(is_positive, leaves(phi.parts)))
     return isinstance(phi, PositiveExponential)
 
 

@@ -305,21 +305,18 @@ def leaves(tree: Nested) -> list:
 
 
 def map_leaves(
-    function: Callable[[Any], Any],
-    tree: Nested,
-    empty: Any = None,
-    results: dict[int, Any] | None = None,
+    function: Callable[[Any], Any], tree: Nested, results: dict[int, Any] | None = None
 ) -> Nested:
-    """Apply `function` to each leaf; None becomes `empty`.
+    """Apply `function` to each leaf; None stays None.
 
     The function is called once per distinct leaf, so shared projections stay shared. `results` holds its values.
     """
     if tree is None:
-        return empty
+        return None
     if results is None:
         results = {}
     if isinstance(tree, tuple):
-        parts = [map_leaves(function, part, empty, results) for part in tree]
+        parts = [map_leaves(function, part, results) for part in tree]
         return tree._make(parts) if hasattr(tree, "_make") else tuple(parts)
     if id(tree) not in results:
         results[id(tree)] = function(tree)
