@@ -37,7 +37,7 @@ from crt_exp.attention.state import (
     for_query_heads,
 )
 from crt_exp.features.base import FeatureMap, distinct
-from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
+from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import Nested, cacheable, map_leaves, transforming
 from crt_exp.validation import Count, Whole, checked, warn
@@ -316,11 +316,18 @@ class RandomFeatureAttention(Redraws, Running):
         """
         mask = None if key_mask is None else key_mask[:, None]
         keys = Moments.from_vectors(k, mask, self.scale)
-        queries = Mirrored(keys)
-        if not self.keeps_statistics:
-            return Statistics(queries, keys)
-        running: Any = self.running_moments("x")
-        return Statistics(EitherMoments(self.running_weight > 0, running, queries), keys)
+        names = list(self.moments)
+        if "minimum" in self.phi.moments:
+            names.append("minimum")
+        queries = keys.mirrored(names)
+        if self.keeps_statistics:
+            known = self.running_weight > 0
+            running = self.running_moments("x")
+            values = {}
+            for name in names:
+                values[name] = torch.where(known, getattr(running, name), getattr(queries, name))
+            queries = Moments.from_values(**values)
+        return Statistics(queries, keys)
 
     # ---- redraws and running statistics
 

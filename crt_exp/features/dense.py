@@ -42,7 +42,7 @@ from crt_exp.features.exponential import (
     optimal_a,
     sq_norm,
 )
-from crt_exp.features.statistics import AnyMoments, Statistics
+from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers.noise import Noise, at_least_float32, no_autocast
 
 LARGEST_D = 256  # of full matrices; larger ones take longer to decompose than the features
@@ -249,7 +249,7 @@ class SDERF(Dense):
             return params
         return params._replace(root=(R + R.mT) / 2)
 
-    def _spread(self, side: AnyMoments) -> Tensor:
+    def _spread(self, side: Moments) -> Tensor:
         """Return variances (..., 1, d), or the covariance (..., d, d)."""
         if not self.diagonal:
             return side.covariance

@@ -307,7 +307,7 @@ class OPRF(PositiveExponential):
     def fit(self, stats: Statistics) -> OPRFParams:
         if self.A is not None:
             return OPRFParams(scalar(self.A))
-        A = check_finite(optimal_a(stats.mean_sq_sum, stats.d), "A")
+        A = check_finite(optimal_a(stats.mean_s(1), stats.d), "A")
         return OPRFParams(A[..., None, None])
 
     def unfitted(self, d: int) -> OPRFParams:
@@ -383,12 +383,11 @@ class GERF(FeatureMap):
 
     def _best(self, stats: Statistics, s: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return A, log second moment and s, each of the batch shape."""
+        mean_s = stats.mean_s(s)
         if s == 1:
-            mean_s = stats.mean_sq_sum
             A = optimal_a(mean_s, stats.d)
             log_kernel_sq = mean_s - 2 * stats.mean_norms
         else:
-            mean_s = stats.mean_sq_diff
             A = optimal_a_trig(mean_s, stats.d)
             log_kernel_sq = -mean_s
         A = check_finite(A, "A")

@@ -319,7 +319,7 @@ def test_statistics_equal_all_pairs_and_skip_masked():
     for b in range(3):
         a = x[b][x_mask[b]].double()
         c = y[b][y_mask[b]].double()
-        cases = [(1, stats.mean_sq_sum), (-1, stats.mean_sq_diff)]
+        cases = [(s, stats.mean_s(s)) for s in (1, -1)]
         for sign, value in cases:
             whole = (a[:, None] + sign * c[None]).square().sum(-1).mean()
             assert_close(value[b], whole, rtol=1e-5, atol=1e-6)
