@@ -29,7 +29,6 @@ class Drawn(NamedTuple):
 
     ids: Tensor  # (B, k) int64; never the query's target where targets were given
     log_q: Tensor  # (B, k): log probability of ids in the distribution without the target
-    target_log_q: Tensor | None  # (B,): log probability of the target over all classes, if given
 
 
 class ClassSampler(nn.Module, ABC):
@@ -112,30 +111,16 @@ def blocks(step: int, queries: Tensor, *others: Tensor | None) -> Iterator[tuple
         yield tuple(parts)
 
 
-def draw_in_blocks(
-    weights: Callable[[Tensor], Tensor],
-    classes: int,
-    hidden: Tensor,
-    targets: Tensor | None,
-    k: int,
-    ids: Tensor | None = None,
-) -> Drawn:
-    """Do `draw_dense` for weights(hidden) (B, classes), for one block of queries at a time."""
-    parts = []
-    for h, t, i in blocks(PAIRS // classes, hidden, targets, ids):
-        parts.append(draw_dense(weights(h), t, k, i))
-    sampled, log_q, target_log_q = zip(*parts)
-    of_targets = None if targets is None else torch.cat(target_log_q)
-    return Drawn(torch.cat(sampled), torch.cat(log_q), of_targets)
+def first_false(fine: Tensor) -> int | None:
+    """Return the index of the first false entry (n,), or None."""
+    return None if bool(fine.all()) else int((~fine).nonzero()[0])
 
 
 def check_queries(hidden: Tensor) -> None:
     """Raise NotFinite if a query (B, d) is not finite, naming the first one."""
-    fine = hidden.isfinite().all(-1)
-    if not bool(fine.all()):
-        raise NotFinite(
-            f"query {int((~fine).nonzero()[0])} is not finite; check the layers before the head"
-        )
+    wrong = first_false(hidden.isfinite().all(-1))
+    if wrong is not None:
+        raise NotFinite(f"query {wrong} is not finite; check the layers before the head")
 
 
 def check_classes(weight: Tensor, bias: Tensor | None, classes: int, d: int) -> None:
@@ -158,25 +143,19 @@ def check_rows(rows: Tensor, classes: int) -> Tensor:
     return rows
 
 
-def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> None:
+def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> None:
     """Raise NotFinite if a class vector or bias is not finite, naming the first one.
 
     Args:
         rows: class indices (r,) for the message; None: all classes.
     """
-    total = weight.detach().sum()
+    fine = weight.isfinite().all(-1)
     if bias is not None:
-        total = total + bias.detach().sum()
-    if bool(total.isfinite()):
-        return
-    fine = weight.detach().isfinite().all(-1)
-    if bias is not None:
-        fine = fine & bias.detach().isfinite()
-    if bool(fine.all()):
-        return  # only the sum overflowed
-    place = int((~fine).nonzero()[0])
-    number = place if rows is None else int(rows[place])
-    raise NotFinite(f"class {number}: vector or bias is not finite; the tables are unchanged")
+        fine = fine & bias.isfinite()
+    wrong = first_false(fine)
+    if wrong is not None:
+        number = wrong if rows is None else int(rows[wrong])
+        raise NotFinite(f"class {number}: vector or bias is not finite; the tables are unchanged")
 
 
 class FixedDistribution(ClassSampler):
@@ -198,7 +177,7 @@ class FixedDistribution(ClassSampler):
         u = torch.rand(len(hidden), k, dtype=torch.float64, device=hidden.device)
         if targets is None:
             ids = self.at(u)
-            return Drawn(ids, self.log_probability(ids).to(torch.float32), None)
+            return Drawn(ids, self.log_probability(ids).to(torch.float32))
         t = targets[:, None]
         target_log_q = self.log_probability(t)
         q_t = target_log_q.exp()
@@ -209,7 +188,7 @@ class FixedDistribution(ClassSampler):
         ids = torch.where(ids == t, torch.where(t + 1 < self.classes, t + 1, t - 1), ids)
         # log(q_c / (1 - q_t))
         log_q = self.log_probability(ids) - torch.log(-torch.expm1(target_log_q.clamp(max=-1e-12)))
-        return Drawn(ids, log_q.to(torch.float32), target_log_q[:, 0].to(torch.float32))
+        return Drawn(ids, log_q.to(torch.float32))
 
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         return self.log_probability(ids).to(torch.float32)
@@ -275,8 +254,8 @@ class Unigram(FixedDistribution):
                 f"counts: shape {tuple(counts.shape)}, expected (V,), one count per class"
             )
         super().__init__(len(counts))
-        if not bool((counts.isfinite() & (counts >= 0)).all()):
-            wrong = int((~(counts.isfinite() & (counts >= 0))).nonzero()[0])
+        wrong = first_false(counts.isfinite() & (counts >= 0))
+        if wrong is not None:
             raise ValueError(
                 f"count of class {wrong}: {float(counts[wrong])}; expected a finite number >= 0"
             )
@@ -320,7 +299,7 @@ class LogitDistribution(ClassSampler):
 
     @torch.no_grad()
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        return draw_in_blocks(self._weights, self.classes, hidden, targets, k)
+        return draw_dense(self._weights, self.classes, hidden, targets, k)
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -379,27 +358,36 @@ class Quadratic(LogitDistribution):
         )  # avoids overflow
 
 
-def draw_dense(weights: Tensor, targets: Tensor | None, k: int, ids: Tensor | None = None) -> Drawn:
-    """Sample k classes per row in proportion to weights (B, V) >= 0, without targets.
+def draw_dense(
+    weights_of: Callable[[Tensor], Tensor],
+    classes: int,
+    hidden: Tensor,
+    targets: Tensor | None,
+    k: int,
+    ids: Tensor | None = None,
+) -> Drawn:
+    """Sample k classes per query in proportion to weights_of(hidden) (B, V) >= 0, without targets.
 
-    Rows without positive weights are uniform. `weights` is modified in place.
+    Rows without positive weights are uniform. The weights of one block of queries are computed at a time, and modified
+    in place.
 
     Args:
         ids: classes (B, k) that replace samples; -1 means sample.
     """
-    target_log_q = None
-    if targets is not None:
-        of_target = weights.gather(1, targets[:, None]).double()
-        weights.scatter_(1, targets[:, None], 0.0)
-        total = weights.sum(-1, keepdim=True, dtype=torch.float64)
-        target_log_q = (of_target / (of_target + total)).log().float().squeeze(1)
-        weights = weights.masked_fill_(total == 0, 1.0).scatter_(1, targets[:, None], 0.0)
-    u = torch.rand(len(weights), k, dtype=torch.float64, device=weights.device)
-    samples, total = choose_columns(weights, u)
-    if ids is not None:
-        samples = torch.where(ids >= 0, ids, samples)
-    log_q = (weights.gather(1, samples) / total).log().float()
-    return Drawn(samples, log_q, target_log_q)
+    parts = []
+    for h, t, own in blocks(PAIRS // classes, hidden, targets, ids):
+        weights = weights_of(h)
+        if t is not None:
+            weights.scatter_(1, t[:, None], 0.0)
+            total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+            weights.masked_fill_(total == 0, 1.0).scatter_(1, t[:, None], 0.0)
+        u = torch.rand(len(weights), k, dtype=torch.float64, device=weights.device)
+        samples, total = choose_columns(weights, u)
+        if own is not None:
+            samples = torch.where(own >= 0, own, samples)
+        parts.append((samples, (weights.gather(1, samples) / total).log().float()))
+    samples, log_q = map(torch.cat, zip(*parts))
+    return Drawn(samples, log_q)
 
 
 def choose_columns(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,10 +30,9 @@ from crt_exp.sampled_softmax.base import (
 from crt_exp.samplers import DenseNoise
 from crt_exp.samplers.noise import Nested, leaves, map_leaves
 
-UPDATE_BLOCK = 2**12  # classes per block of an update, so that intermediate results fit the cache
-DEFENSIVE = 0.05  # default share of the uniform distribution if estimates may be negative
+DEFENSIVE = 0.05  # share of the uniform distribution if estimates may be negative
 MAX_FIT_VECTORS = 2**11  # largest number of queries and of classes in the fit, evenly spaced
-BLOCK = 2**22  # features per block of classes in a rebuild
+BLOCK = 2**22  # features per block of classes
 HIGHEST = 20.0  # largest log of feature / constant; sums over classes lose precision above it
 LEAST = 1e-30  # least positive feature, so that no class has probability 0 by underflow
 
@@ -41,18 +40,14 @@ LEAST = 1e-30  # least positive feature, so that no class has probability 0 by u
 class FeatureDistribution(ClassSampler):
     """Base class: q_c = (1 - defensive) q'_c + defensive / V.
 
-    q' estimates the softmax by phi_q(h / |h|) . phi_k(e_c / |e_c|) e^{b_c}.
+    q' estimates the softmax by phi_q(h / |h|) . phi_k(e_c / |e_c|) e^{b_c}. `defensive` is 0 for positive features,
+    else 0.05.
 
     Args:
         proposal: a feature map, a Mechanism or its name.
         m: number of projections; default as on the command line.
-        sampler: sampler of projections; default as on the command line.
         temperature: T in the kernel exp(cos(h, e_c) / T). T = 1 / (|h| |e|) is the softmax. Larger T gives less
             variance of the estimate.
-        defensive: share of the uniform distribution; default 0 for positive features, else 0.05.
-
-    Raises:
-        ValueError: `defensive` is outside [0, 1), or 0 for features that may be negative.
     """
 
     looks_at_classes = True
@@ -65,21 +60,14 @@ class FeatureDistribution(ClassSampler):
         d: int,
         *,
         m: int | None = None,
-        sampler=None,
         temperature: float = 1.0,
-        defensive: float | None = None,
         seed: int = 0,
     ):
         super().__init__(classes)
         self.d = d
         self.register_buffer("made", torch.zeros((), dtype=torch.bool))
-        self.features = ClassFeatures(proposal, self.classes, d, m, sampler, temperature, seed)
-        least = 0.0 if self.features.positive else DEFENSIVE
-        self.defensive = least if defensive is None else float(defensive)
-        if not 0 <= self.defensive < 1 or self.defensive == 0 < least:
-            raise ValueError(
-                f"defensive={defensive}: expected [0, 1), and > 0 for features that may be negative"
-            )
+        self.features = ClassFeatures(proposal, self.classes, d, m, temperature, seed)
+        self.defensive = 0.0 if self.features.positive else DEFENSIVE
         self._queries: Tensor | None = None  # of the last batch, for fitting
 
     # ---- implemented by subclasses
@@ -109,11 +97,9 @@ class FeatureDistribution(ClassSampler):
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
         self._check(hidden)
         self._queries = hidden.detach()
-        ids, log_q, target_log_q = self._draw(hidden, targets, self._uniform(hidden, targets, k))
-        if target_log_q is None:
-            return Drawn(ids, self._mix_uniform(log_q, self.classes), None)
-        target_log_q = self._mix_uniform(target_log_q, self.classes)
-        return Drawn(ids, self._mix_uniform(log_q, self.classes - 1), target_log_q)
+        ids, log_q = self._draw(hidden, targets, self._uniform(hidden, targets, k))
+        others = self.classes - int(targets is not None)
+        return Drawn(ids, self._mix_uniform(log_q, others))
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -136,31 +122,28 @@ class FeatureDistribution(ClassSampler):
         self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None
     ) -> None:
         check_classes(weight, bias, self.classes, self.d)
-        check_finite(weight, bias, None)
+        check_finite(weight, bias)
         if hidden is None:
             hidden = self._queries
         self.features.fit(weight, bias, hidden)
-        table = self._table()
-        if not self._store(weight, bias, self.features.block, table.__setitem__):
+        store = self._table().__setitem__
+        if not self._store(weight, bias, store):
             self.features.fit_constants(weight, bias)
-            self._store(weight, bias, self.features.block, table.__setitem__)
+            self._store(weight, bias, store)
         self._finish_rebuild()
         self.made.fill_(True)
 
     def _store(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        size: int,
-        store: Callable[[slice, Tensor], None],
+        self, weight: Tensor, bias: Tensor | None, store: Callable[[slice, Tensor], None]
     ) -> bool:
         """Store the features of blocks of classes; False if one exceeds the constants."""
-        for start in range(0, len(weight), size):
-            rows = slice(start, start + size)
-            features = self.features.of_classes(weight[rows], _part(bias, rows))
+        start = 0
+        for vectors, biases in blocks(self.features.block, weight, bias):
+            features = self.features.of_classes(vectors, biases)
             if features is None:
                 return False
-            store(rows, features)
+            store(slice(start, start + len(features)), features)
+            start += len(features)
         return True
 
     @torch.no_grad()
@@ -176,7 +159,7 @@ class FeatureDistribution(ClassSampler):
         def store(some: slice, features: Tensor) -> None:
             self._update_rows(rows[some], features)
 
-        if not self._store(vectors, biases, UPDATE_BLOCK, store):
+        if not self._store(vectors, biases, store):
             self.rebuild(weight, bias)
 
     def _uniform(self, hidden: Tensor, targets: Tensor | None, k: int) -> Tensor:
@@ -206,10 +189,6 @@ class FeatureDistribution(ClassSampler):
         return f"{self.features.described}, defensive = {self.defensive:g}"
 
 
-def _part(bias: Tensor | None, rows: slice) -> Tensor | None:
-    return None if bias is None else bias[rows]
-
-
 def _store_vectors(vectors: Tensor, table: Tensor, count: Tensor) -> None:
     """Store at most len(table) evenly spaced vectors, and their number."""
     vectors = vectors[:: spacing(len(vectors), len(table))]
@@ -237,12 +216,11 @@ class ClassFeatures(nn.Module):
         classes: int,
         d: int,
         m: int | None,
-        sampler,
         temperature: float,
         seed: int,
     ):
         super().__init__()
-        mechanism = as_mechanism(proposal, m, sampler, seed)
+        mechanism = as_mechanism(proposal, m, seed)
         if not temperature > 0:
             raise ValueError(f"temperature={temperature}: expected > 0")
         self.phi = proposal if isinstance(proposal, FeatureMap) else mechanism.map("softmax")
@@ -277,13 +255,15 @@ class ClassFeatures(nn.Module):
 
         All values must be finite. At most MAX_FIT_VECTORS vectors per side are used.
         """
-        some = slice(None, None, spacing(len(weight), MAX_FIT_VECTORS))
-        keys = self._unit(weight[some])
+        step = spacing(len(weight), MAX_FIT_VECTORS)
+        weight = weight[::step]
+        bias = None if bias is None else bias[::step]
+        keys = self._unit(weight)
         queries = torch.cat([keys, -keys]) if hidden is None else self._unit(hidden)
         _store_vectors(queries, self.x_fitted_to, self.x_count)
         _store_vectors(keys, self.y_fitted_to, self.y_count)
         self.stamp.copy_(queries.double().abs().sum() + 2 * keys.double().abs().sum())
-        self.constants.copy_(self._largest(weight[some], _part(bias, some)))
+        self.constants.copy_(self._largest(weight, bias))
 
     def fit_constants(self, weight: Tensor, bias: Tensor | None) -> None:
         """Compute the constants from all classes, if some exceed those of `fit`."""
@@ -368,22 +348,18 @@ class ClassFeatures(nn.Module):
             )
 
 
-def as_mechanism(
-    proposal: FeatureMap | Mechanism | str, m: int | None, sampler, seed: int
-) -> Mechanism:
+def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, seed: int) -> Mechanism:
     """Return the mechanism of a name or feature map, or the mechanism itself.
 
     Raises:
         ValueError: the mechanism has no feature map that estimates a kernel.
     """
     if isinstance(proposal, Mechanism):
-        if m is not None or sampler is not None:
-            raise ValueError(
-                f"m={m}, sampler={sampler}: expected None beside a Mechanism; set them in Mechanism.of"
-            )
+        if m is not None:
+            raise ValueError(f"m={m}: expected None beside a Mechanism; set it in Mechanism.of")
         mechanism = proposal
     elif isinstance(proposal, str | FeatureMap):
-        mechanism = Mechanism.parse(proposal, m=m, sampler=sampler, seed=seed)
+        mechanism = Mechanism.parse(proposal, m=m, seed=seed)
     else:
         raise ValueError(
             f"proposal: {type(proposal).__name__}; expected a ClassSampler, FeatureMap, Mechanism or name"

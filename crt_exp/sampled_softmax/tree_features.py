@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax.base import PAIRS, Drawn, blocks, choose_columns, draw_in_blocks
+from crt_exp.sampled_softmax.base import PAIRS, Drawn, blocks, choose_columns, draw_dense
 from crt_exp.sampled_softmax.feature_distribution import FeatureDistribution
 
 GATHER_BLOCK = 2**22  # features per block of gathered classes
@@ -63,11 +63,8 @@ class TreeFeatures(FeatureDistribution):
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
         if not self.features.positive:
-            target_log_q = None
-            if targets is not None:
-                target_log_q = self._log_q(hidden, targets[:, None])[:, 0]
-            return Drawn(*self._walk(hidden, uniform, targets), target_log_q)
-        a, left, target_log_q = self._masses(hidden, targets)
+            return Drawn(*self._walk(hidden, uniform, targets))
+        a, left = self._masses(hidden, targets)
         mass = a * left
         sums = mass.sum(-1, keepdim=True)
         ids = self.tree.draw(mass, uniform.shape[1], targets)
@@ -75,37 +72,29 @@ class TreeFeatures(FeatureDistribution):
         if targets is not None:
             classes -= 1
             ids = self._replace_invalid(ids, sums == 0, targets)
-        if self.defensive:
-            ids = torch.where(uniform >= 0, uniform, ids)
         log_q = self._products((a * (left > 0) / sums).float(), ids).log()
-        return Drawn(ids, torch.where(sums == 0, -math.log(classes), log_q), target_log_q)
+        return Drawn(ids, torch.where(sums == 0, -math.log(classes), log_q))
 
     def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         if not self.features.positive:
             return self._walk(hidden, ids, None)[1]
-        a, total, _ = self._masses(hidden, None)
+        a, total = self._masses(hidden, None)
         return self._products((a / (a @ total)[:, None]).float(), ids).log()
 
     # ---- positive maps
 
-    def _masses(
-        self, hidden: Tensor, targets: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return a (B, M), feature sums (B, M) or (M,), and target log probabilities (B,).
+    def _masses(self, hidden: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return a (B, M) and feature sums (B, M) or (M,), float64.
 
-        a has an arbitrary factor per row. The sums exclude the targets. They are float64, the log probabilities
-        float32.
+        a has an arbitrary factor per row. The sums exclude the targets.
         """
         _, log_a = self.features.of_queries(hidden)
         a = (log_a - log_a.amax(-1, keepdim=True)).exp_()
         total = self.tree.total
         if targets is None:
-            return a, total, None
-        of_targets = F.embedding(targets, self.tree.leaves).double()
-        left = total - of_targets
-        left = torch.where(left > EXHAUSTED * total, left, 0.0)
-        share = (a * of_targets).sum(-1) / (a @ total)
-        return a, left, share.log().float()
+            return a, total
+        left = total - F.embedding(targets, self.tree.leaves).double()
+        return a, torch.where(left > EXHAUSTED * total, left, 0.0)
 
     def _replace_invalid(self, ids: Tensor, hopeless: Tensor, targets: Tensor) -> Tensor:
         """Replace invalid samples by uniform ones.
@@ -201,7 +190,7 @@ class DenseFeatures(FeatureDistribution):
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
         k = uniform.shape[1]
-        return draw_in_blocks(self._weights, self.classes, hidden, targets, k, uniform)
+        return draw_dense(self._weights, self.classes, hidden, targets, k, uniform)
 
     def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         parts = []
