@@ -29,7 +29,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from crt_exp.features import FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statistics
 from crt_exp.features.base import Params, Projections
 from crt_exp.features.exponential import PositiveExponential, Trigonometric
-from crt_exp.features.statistics import check_kernel
+from crt_exp.features.statistics import Kernel
 from crt_exp.mechanism import Mechanism, features_of_attention
 from crt_exp.registry import ConfigError, known_names
 from crt_exp.samplers import Noise
@@ -123,7 +123,7 @@ class RandomFeatureEstimator(Options):
     """Base class: feature map and sampler, input scale, and random projections."""
 
     def _check_options(self):
-        check_kernel(self.kernel)
+        check("kernel", self.kernel, Kernel)
         name = self._name
         if not self._map().estimates:
             raise ValueError(NO_KERNEL.format(name))

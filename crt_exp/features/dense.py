@@ -43,7 +43,7 @@ from crt_exp.features.exponential import (
     sq_norm,
 )
 from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.samplers.noise import Noise, at_least_float32, no_autocast
+from crt_exp.samplers.noise import DenseNoise, Noise, at_least_float32, no_autocast
 
 LARGEST_D = 256  # of full matrices; larger ones take longer to decompose than the features
 # Ridge of the balance, relative to the mean square. It prevents overfitting to few vectors (10 vectors, d = 64:
@@ -109,28 +109,27 @@ class Dense(PositiveExponential):
             return x
         return torch.sub(x, h.to(x), alpha=0.5 / self.norm_weight)
 
-    def exponent(self, noise, params):
-        """Return rows omega R, scale None and bias; see `PositiveExponential.exponent`."""
+    def affine(self, noise, params):
+        """Return the rows omega R, and the bias without shift."""
         rows = _precise_times(noise.rows(), params.root)
         quadratic = noise.sq_norm - sq_norm(rows).mT  # 4 omega.A omega
-        bias = torch.add(self._constant(noise, params), quadratic, alpha=1 / 4)
-        if self.antithetic:
-            rows = torch.cat([rows, -rows], -2)
-            bias = torch.cat([bias, bias], -1)
-        if params.shift is not None and self.kernel == "softmax":
-            h = params.shift.to(rows)
-            bias = torch.add(bias, (rows * h).sum(-1).unsqueeze(-2), alpha=1 / 2)
-            bias = torch.add(bias, sq_norm(h), alpha=1 / 4)
-        return rows, None, bias
-
-    def _constant(self, noise: Noise, params: SDERFParams) -> Tensor:
         R = params.root.double()
         if R.shape[-2] == 1:
             log_det = R.log().sum(-1, keepdim=True)
         else:
             log_det = torch.linalg.slogdet(R)[1][..., None, None]
         log_width = math.log(self.width(noise.m))
-        return torch.rsub(log_det, -log_width / 2, alpha=-1 / 2).to(noise.sq_norm)
+        constant = torch.rsub(log_det, -log_width / 2, alpha=-1 / 2).to(quadratic)
+        bias = torch.add(constant, quadratic, alpha=1 / 4)
+        return DenseNoise(rows, noise.gaussian), None, bias
+
+    def exponent(self, noise, params):
+        rows, _, bias = super().exponent(noise, params)
+        if params.shift is not None and self.kernel == "softmax":
+            h = params.shift.to(rows)
+            bias = torch.add(bias, (rows * h).sum(-1).unsqueeze(-2), alpha=1 / 2)
+            bias = torch.add(bias, sq_norm(h), alpha=1 / 4)
+        return rows, None, bias
 
     def _principal(self, x, y, params):
         R = params.root.double()

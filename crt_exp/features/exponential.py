@@ -139,20 +139,16 @@ class PositiveExponential(FeatureMap):
     def width(self, m: int) -> int:
         return 2 * m if self.antithetic else m
 
-    def affine(self, noise: Noise, params) -> tuple[Tensor | None, Tensor | float]:
-        """Return scale (..., 1, 1), or None for 1, and bias (..., 1, m).
+    def affine(self, noise: Noise, params) -> tuple[Noise, Tensor | None, Tensor | float]:
+        """Return projections, scale (..., 1, 1), or None for 1, and bias (..., 1, m).
 
         The bias holds log D + A |omega|^2 - log(M)/2.
         """
-        return None, -math.log(self.width(noise.m)) / 2
-
-    def directions(self, noise: Noise) -> Noise:
-        return noise
+        return noise, None, -math.log(self.width(noise.m)) / 2
 
     def bind(self, noise, params=()) -> BoundMap:
         if noise.matrix_free:
-            noise = self.directions(noise)
-            scale, bias = self.affine(noise, params)
+            noise, scale, bias = self.affine(noise, params)
             phi = partial(self._phi_matrix_free, noise=noise, scale=scale, bias=bias)
         else:
             phi = partial(self._phi, noise=noise, weight=self._weight(noise, params))
@@ -196,8 +192,7 @@ class PositiveExponential(FeatureMap):
         `transform_inputs`. Attention engines compute features from these tensors. Antithetic maps return both signs of
         each row.
         """
-        noise = self.directions(noise)
-        scale, bias = self.affine(noise, params)
+        noise, scale, bias = self.affine(noise, params)
         rows = noise.rows()
         bias = torch.as_tensor(bias, dtype=rows.dtype, device=rows.device)
         bias = bias.expand(*bias.shape[:-1] or (1,), noise.m)
@@ -261,16 +256,20 @@ class SMREG(PositiveExponential):
 
     trainable = False
 
-    def directions(self, noise: Noise) -> Noise:
-        return noise.on_sphere()
+    def affine(self, noise, params):
+        return super().affine(noise.on_sphere(), params)
 
     def log_kernel(self, x, y) -> Tensor:
-        n, s_plus = _norms(x, y)
-        return log_0f1(x.shape[-1] / 2, x.shape[-1] * s_plus / 4) - self.norm_weight * n
+        x = x.double()
+        y = y.double()
+        d = x.shape[-1]
+        squares = x.square().sum(-1) + y.square().sum(-1)
+        s_plus = (x + y).square().sum(-1)
+        return log_0f1(d / 2, d * s_plus / 4) - self.norm_weight * squares
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
         d = x.shape[-1]
-        _, s_plus = _norms(x, y)
+        s_plus = (x.double() + y.double()).square().sum(-1)
         first = 2 * log_0f1(d / 2, d * s_plus / 4)
         second = log_0f1(d / 2, d * s_plus)
         if not self.antithetic:
@@ -322,7 +321,7 @@ class OPRF(PositiveExponential):
         square = torch.rsub(A, 1, alpha=4)  # 1 - 4A
         log_d = torch.rsub(square.log(), -math.log(self.width(noise.m)) / 2, alpha=-noise.d / 4)
         bias = torch.addcmul(log_d, A, norms).to(norms.dtype)
-        return square.sqrt(), bias
+        return noise, square.sqrt(), bias
 
     def _principal(self, x, y, params):
         check_a(params.A)
@@ -534,11 +533,3 @@ def format_entries(t: Tensor) -> str:
     """Format the first entries of a tensor in one line; inside torch.func the mapped ones too."""
     values = torch.func.debug_unwrap(t) if transforming() else t
     return ", ".join(f"{value:g}" for value in values.flatten()[:4].tolist())
-
-
-def _norms(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return N and |x + y|^2, float64."""
-    x = x.double()
-    y = y.double()
-    squares = x.square().sum(-1) + y.square().sum(-1)
-    return squares, (x + y).square().sum(-1)

@@ -297,7 +297,7 @@ class Bipolar(HybridMap):
         coefficient = self.coefficient()
         positive = self.positive()
         trigonometric = TrigRF(self.kernel)
-        _, bias = positive.affine(omega, ())
+        _, _, bias = positive.affine(omega, ())
 
         def features(x: Tensor, key: bool) -> Blocks:
             tau_x, omega_x = rows.project(x).split([tau.m, omega.m], -1)

@@ -9,26 +9,22 @@ y[..., None, :, :])`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from crt_exp.samplers.noise import at_least_float32, cached_property, transforming
+from crt_exp.validation import check
 
 Kernel = Literal["softmax", "gaussian"]
 POWERS = {"mean": 1, "mean_sq": 2, "mean_abs": 1, "second": 2}  # of the vectors, by average
 
 
-def check_kernel(kernel: str) -> None:
-    if kernel not in get_args(Kernel):
-        raise ValueError(f"kernel={kernel}: expected {' or '.join(get_args(Kernel))}")
-
-
 def log_kernel(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
     """Return log SM(x, y) = x.y or log K(x, y) = -|x - y|^2 / 2, in nats."""
-    check_kernel(kernel)
+    check("kernel", kernel, Kernel)
     if kernel == "softmax":
         return (x * y).sum(-1)
     return -(x - y).square().sum(-1) / 2

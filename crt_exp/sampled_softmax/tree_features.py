@@ -292,22 +292,12 @@ class SumTree(nn.Module):
             without: one excluded row per query, (B,).
         """
         u = torch.rand(len(mass), k, self.start + 2, dtype=torch.float64, device=mass.device)
-        ends = self.level(self.start).double().mT.contiguous().cumsum_(-1)  # (M, nodes)
-        return self.rows_of(ends, mass, u, without)
-
-    @property
-    def start(self) -> int:
-        """The level where the descent starts."""
-        return next(number for number in range(self.depth) if len(self.level(number)) <= FLAT)
-
-    def rows_of(self, ends: Tensor, mass: Tensor, u: Tensor, without: Tensor | None) -> Tensor:
-        """Return the rows (B, k) for uniform numbers u (B, k, 2 + levels below `start`)."""
         column, _ = choose_columns(mass, u[..., 0])
         excluded = None
         if without is not None:
             entries = self.level0[without].gather(1, column).double()
             excluded = ExcludedRow(without[:, None], entries)
-        node = self._invert(ends, column, u[..., 1], excluded)
+        node = self._invert(column, u[..., 1], excluded)
         for number in reversed(range(self.start)):
             level = self.level(number).view(-1, FAN, self.width)
             weights = level[node, :, column].double()  # (B, k, FAN)
@@ -317,13 +307,17 @@ class SumTree(nn.Module):
             node = node.clamp_(max=self._last(number))
         return node
 
-    def _invert(
-        self, ends: Tensor, column: Tensor, u: Tensor, excluded: ExcludedRow | None
-    ) -> Tensor:
-        """Return nodes (B, k) of level `start`, by inversion of cumulative sums `ends`.
+    @property
+    def start(self) -> int:
+        """The level where the descent starts."""
+        return next(number for number in range(self.depth) if len(self.level(number)) <= FLAT)
+
+    def _invert(self, column: Tensor, u: Tensor, excluded: ExcludedRow | None) -> Tensor:
+        """Return nodes (B, k) of level `start`, by inversion of cumulative sums.
 
         One search serves all columns: the distribution function of column i covers [i, i + 1).
         """
+        ends = self.level(self.start).double().mT.contiguous().cumsum_(-1)  # (M, nodes)
         total = ends[:, -1:].clone()
         nodes = ends.shape[1]
         columns = torch.arange(len(ends), device=ends.device)[:, None]
