@@ -6,7 +6,7 @@ every query is e^b.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,34 +84,24 @@ class FeatureDistribution(ClassSampler):
         self._table()[rows] = features
 
     @abstractmethod
-    def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
+    def _draw(self, hidden: Tensor, targets: Tensor, uniform: Tensor) -> Drawn:
         """Sample from q' as `draw`; `uniform` (B, k) holds classes, or -1 for sampling."""
-
-    @abstractmethod
-    def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Return log q' of ids (B, k) over all classes; -inf for negative estimates."""
 
     # ---- shared methods
 
     @torch.no_grad()
-    def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        self._check(hidden)
-        self._queries = hidden.detach()
-        ids, log_q = self._draw(hidden, targets, self._uniform(hidden, targets, k))
-        others = self.classes - int(targets is not None)
-        return Drawn(ids, self._mix_uniform(log_q, others))
-
-    @torch.no_grad()
-    def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        self._check(hidden)
-        return self._mix_uniform(self._log_q(hidden, ids), self.classes)
-
-    def _check(self, hidden: Tensor) -> None:
+    def draw(self, hidden: Tensor, targets: Tensor, k: int) -> Drawn:
         if not self.built:
             raise ValueError("tables are not built: call rebuild(weight) first")
         if hidden.ndim != 2 or hidden.shape[1] != self.d:
             raise ValueError(f"queries: shape {tuple(hidden.shape)}, expected (B, {self.d})")
         check_queries(hidden)
+        self._queries = hidden.detach()
+        ids, log_q = self._draw(hidden, targets, self._uniform(targets, k))
+        if self.defensive:
+            flat = torch.full_like(log_q, math.log(self.defensive / (self.classes - 1)))
+            log_q = torch.logaddexp(log_q + math.log1p(-self.defensive), flat)
+        return Drawn(ids, log_q)
 
     @property
     def built(self) -> bool:
@@ -162,24 +152,14 @@ class FeatureDistribution(ClassSampler):
         if not self._store(vectors, biases, store):
             self.rebuild(weight, bias)
 
-    def _uniform(self, hidden: Tensor, targets: Tensor | None, k: int) -> Tensor:
+    def _uniform(self, targets: Tensor, k: int) -> Tensor:
         """Sample uniform classes for a share `defensive` of the entries, else -1."""
-        shape = (len(hidden), k)
-        device = hidden.device
+        shape = (len(targets), k)
         if not self.defensive:
-            return torch.full((1, 1), -1, device=device).expand(shape)
-        if targets is None:
-            ids = torch.randint(self.classes, shape, device=device)
-        else:
-            ids = torch.randint(self.classes - 1, shape, device=device)
-            ids = ids + (ids >= targets[:, None])
-        return torch.where(torch.rand(shape, device=device) < self.defensive, ids, -1)
-
-    def _mix_uniform(self, log_q: Tensor, classes: int) -> Tensor:
-        if not self.defensive:
-            return log_q
-        flat = torch.full_like(log_q, math.log(self.defensive / classes))
-        return torch.logaddexp(log_q + math.log1p(-self.defensive), flat)
+            return targets.new_full((1, 1), -1).expand(shape)
+        ids = uniform_others(targets[:, None], shape, self.classes)
+        chosen = torch.rand(shape, device=targets.device) < self.defensive
+        return torch.where(chosen, ids, -1)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         self.features.check_saved(state_dict.get(f"{prefix}features._extra_state"), prefix)
@@ -381,6 +361,12 @@ def is_positive(phi: FeatureMap) -> bool:
     if isinstance(phi, Composite):
         return all(map(is_positive, leaves(phi.parts)))
     return isinstance(phi, PositiveExponential)
+
+
+def uniform_others(targets: Tensor, shape: Sequence[int], classes: int) -> Tensor:
+    """Sample classes uniformly, without the targets (B, 1)."""
+    others = torch.randint(classes - 1, shape, device=targets.device)
+    return others + (others >= targets)
 
 
 def spacing(count: int, most: int) -> int:
