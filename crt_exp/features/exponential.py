@@ -38,7 +38,6 @@ from crt_exp.features.statistics import Statistics, log_0f1
 from crt_exp.samplers.noise import (
     Noise,
     at_least_float32,
-    match_float64,
     no_autocast,
     transforming,
 )
@@ -80,7 +79,7 @@ class Trigonometric(FeatureMap):
         noise = self.directions(noise)
 
         def phi(x: Tensor) -> Features:
-            return self.of_projections(x, match_float64(noise, x.dtype).project(x))
+            return self.of_projections(x, noise.project(x))
 
         return BoundMap(phi, phi)
 
@@ -351,6 +350,7 @@ class GERF(FeatureMap):
     s: Literal["auto", 1, -1] = "auto"
     A: Complex | None = None
 
+    one_map = False
     fixed = "A"
     moments = ("mean", "mean_sq")
 
@@ -393,16 +393,13 @@ class GERF(FeatureMap):
         ratio = gerf_log_relative_second_moment(A, s, mean_s, stats.d)
         return A, ratio + log_kernel_sq, torch.full_like(mean_s, s, dtype=torch.long)
 
-    def phi_q(self, x, noise, params) -> Features:
-        return self._phi(x, noise, params, key=False)
+    def bind(self, noise, params=()) -> BoundMap:
+        phi = partial(self._phi, noise=noise, params=params)
+        return BoundMap(partial(phi, key=False), partial(phi, key=True))
 
-    def phi_k(self, y, noise, params) -> Features:
-        return self._phi(y, noise, params, key=True)
-
-    def _phi(self, x, noise, params, key: bool) -> Features:
+    def _phi(self, x: Tensor, noise: Noise, params: GERFParams, key: bool) -> Features:
         """Return [Re f, Im f] for queries and [Re f, -Im f] for keys."""
         x = at_least_float32(x)
-        noise = match_float64(noise, x.dtype)
         norms = noise.sq_norm
         A = params.A.to(torch.complex128).to(norms.device)
         s = params.s.to(norms.device)

@@ -28,7 +28,6 @@ from crt_exp.features.base import (
 )
 from crt_exp.features.blocks import (
     AngularCoefficient,
-    BipolarCoefficient,
     BipolarGaussianCoefficient,
     Block,
     Blocks,
@@ -278,7 +277,7 @@ class Bipolar(HybridMap):
     base: Literal["hyp", "pos"] = "hyp"
 
     @abstractmethod
-    def coefficient(self) -> BipolarCoefficient: ...
+    def coefficient(self) -> Coefficient: ...
 
     def positive(self) -> PositiveExponential:
         """Return the positive base."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.base import FeatureMap, check_finite, fit_sets, stack_params
-from crt_exp.features.dense import Dense, SDERFParams, balance
+from crt_exp.features.dense import Dense, balance
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers import orthogonal
@@ -129,13 +129,7 @@ class Mixture(Dense):
         log_density = (centres @ rows.mT - sq_norm(centres) / 2).logsumexp(-2, keepdim=True)
         return rows, None, -log_density / 2
 
-    def log_relative_second_moment(self, x, y, params) -> Tensor:
-        """Return the moment exp|s - c|^2; closed form for one unbiased centre only."""
-        centres = params.centres
-        if self.weights == "fitted" or centres.shape[-2] > 1:
-            return FeatureMap.log_relative_second_moment(self, x, y, params)
-        shifted = SDERFParams(torch.ones_like(centres), centres, params.balance)
-        return super().log_relative_second_moment(x, y, shifted)
+    log_relative_second_moment = FeatureMap.log_relative_second_moment  # no closed form
 
     # ---- fit
 

@@ -35,7 +35,6 @@ from crt_exp.samplers.noise import (
     DenseNoise,
     Nested,
     Noise,
-    match_float64,
     transforming,
 )
 from crt_exp.validation import Positive
@@ -221,7 +220,7 @@ class ArcCosineRF(FeatureMap):
 
     def bind(self, noise, params=()) -> BoundMap:
         def phi(x: Tensor) -> Features:
-            projected = match_float64(noise, x.dtype).project(x)
+            projected = noise.project(x)
             half = projected.new_tensor(0.5)  # value of the step function at 0
             value = projected.relu() if self.order else torch.heaviside(projected, half)
             return Features(value, torch.full_like(projected[..., :1], math.log(2 / noise.m) / 2))

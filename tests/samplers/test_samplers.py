@@ -226,7 +226,7 @@ def test_row_lengths(d):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: sobol(4, 21202), "expected at most 21201"),
+        (lambda: sobol(4, 21202), "Maximum supported dimensionality is 21201"),
         (lambda: hadamard(4, 4, blocks=0), "blocks=0"),
         (lambda: fwht(torch.ones(6)), "power of two"),
         (lambda: iid(True, 4), "expected an integer >= 1"),
@@ -350,4 +350,3 @@ def test_measured_bias_shows():
     assert ((bias.ratio - known).abs() < 5 * bias.error).all()
     actual = bias.ratio[0] + 5 * bias.error[0]
     assert actual < 1
-    assert str(bias).count("+-") == 2
