@@ -6,7 +6,7 @@ for kernel="softmax". Feature maps take x = sqrt(2 gamma) u, or x = u / length_s
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, wraps
 from typing import Any, ClassVar, Literal
@@ -22,13 +22,13 @@ from sklearn.base import (
     RegressorMixin,
     TransformerMixin,
 )
-from sklearn.utils import check_random_state
+from sklearn.utils import check_random_state, gen_batches
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from crt_exp.features import FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statistics
 from crt_exp.features.base import Params, Projections
-from crt_exp.features.exponential import PositiveExponential, Trigonometric
+from crt_exp.features.exponential import PositiveExponential, TrigRF
 from crt_exp.features.statistics import Kernel
 from crt_exp.mechanism import Mechanism, features_of_attention
 from crt_exp.registry import ConfigError, known_names
@@ -346,7 +346,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 
     @property
     def _centred(self) -> bool:
-        return super()._centred and not isinstance(self._map(), Trigonometric)
+        return super()._centred and not isinstance(self._map(), TrigRF)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -516,12 +516,8 @@ def _dense(X) -> np.ndarray:
     return X.toarray() if issparse(X) else X
 
 
-def _rows_of(X, size: int = ROWS) -> list[slice]:
+def _rows_of(X, size: int = ROWS) -> Iterator[slice]:
     """Return blocks of rows; sparse rows become dense and need smaller blocks."""
     if issparse(X):
         size = max(1, min(size, SPARSE_ENTRIES // X.shape[1]))
-    return blocks(X.shape[0], size)
-
-
-def blocks(n: int, size: int = ROWS) -> list[slice]:
-    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+    return gen_batches(X.shape[0], size)

@@ -22,7 +22,6 @@ from crt_exp.samplers.noise import (
     leaves,
     map_leaves,
     match_float64,
-    share_leaf,
     transforming,
 )
 from crt_exp.validation import check_values
@@ -313,10 +312,11 @@ def requests_of(parts: Sequence[FeatureMap], m: int, names: Sequence[str]) -> tu
 
 def check_independent(noise: Nested) -> None:
     """Raise ValueError unless the projections are a pair without common ones."""
-    if not isinstance(noise, tuple) or len(noise) != 2 or share_leaf(*noise):
-        raise ValueError(
-            "noise: expected a pair of independent projections; use phi.noise(m, draw)"
-        )
+    if isinstance(noise, tuple) and len(noise) == 2:
+        first = {id(leaf) for leaf in leaves(noise[0])}
+        if first.isdisjoint(map(id, leaves(noise[1]))):
+            return
+    raise ValueError("noise: expected a pair of independent projections; use phi.noise(m, draw)")
 
 
 def fit_sets(stats: Any, fit: Callable[[Tensor, Tensor], Any]) -> Any:
@@ -379,11 +379,24 @@ def log_expm1(t: Tensor) -> Tensor:
 
 def log_cosh(t: Tensor) -> Tensor:
     """Return log cosh t, to full relative accuracy near 0."""
-    t = t.abs()
-    near = t.clamp(max=1.0)
-    large = t - LOG2 + torch.log1p(torch.exp(-2 * t))
-    small = torch.log1p(2 * torch.sinh(near / 2).square())
-    return torch.where(t > 1, large, small)
+    return log_mean_exp2(t.abs(), -t.abs())
+
+
+def log_mean_exp2(high: Tensor, low: Tensor, phase: Tensor | float = 0.0) -> Tensor:
+    """Return log((e^high + e^low cos(phase)) / 2) for low <= high.
+
+    The result is accurate if both are near 0.
+    """
+    low = torch.minimum(low, high)
+    mid = (high + low) / 2
+    half = (high - low) / 2
+    phase = torch.as_tensor(phase, dtype=high.dtype)
+    near = half.clamp(max=1.0)
+    excess = 2 * torch.sinh(near / 2).square()
+    lost = torch.exp(-near) * torch.sin(phase / 2).square()
+    small = mid + torch.log1p(excess - lost)
+    large = high - LOG2 + torch.log1p(torch.exp(-2 * half) * phase.cos())
+    return torch.where(half > 1, large, small)
 
 
 def all_true(condition: Tensor) -> bool:

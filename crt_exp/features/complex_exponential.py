@@ -27,9 +27,10 @@ from crt_exp.features.base import (
     check_finite,
     cos_sin,
     log_cosh,
+    log_mean_exp2,
     values_readable,
 )
-from crt_exp.features.exponential import log_mean_exp2, sq_norm
+from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.samplers.noise import Noise, at_least_float32, no_autocast
 

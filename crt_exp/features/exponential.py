@@ -20,7 +20,6 @@ from pydantic import Field
 from torch import Tensor
 
 from crt_exp.features.base import (
-    LOG2,
     ONE,
     BoundMap,
     FeatureMap,
@@ -31,6 +30,7 @@ from crt_exp.features.base import (
     check_finite,
     cos_sin,
     log_cosh,
+    log_mean_exp2,
     scalar,
     values_readable,
 )
@@ -63,10 +63,18 @@ def sq_norm(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Trigonometric(FeatureMap):
-    """Base class: cosines and sines of projections, M = 2m, cosines first.
+class TrigRF(FeatureMap):
+    """Random Fourier features (CRT 2.2, Performers 2.3).
 
-    Subclasses transform the random projections in `directions`.
+    Features are bounded for the Gaussian kernel. Estimates are exact at x = y and may be negative. M = 2m: cosines,
+    then sines. Subclasses for other kernels transform the random projections in `directions`.
+
+    >>> from crt_exp.samplers import orthogonal
+    >>> phi = TrigRF(kernel="gaussian")
+    >>> noise = orthogonal(64, 4, torch.Generator().manual_seed(0))
+    >>> features = phi.phi_q(torch.ones(3, 4), noise).exp()
+    >>> features.shape, float(features[0] @ features[1]) > 1 - 1e-5
+    (torch.Size([3, 128]), True)
     """
 
     def width(self, m: int) -> int:
@@ -85,32 +93,10 @@ class Trigonometric(FeatureMap):
 
     def of_projections(self, x: Tensor, phase: Tensor) -> Features:
         """Return the features of x (..., L, d) with projections (..., L, m)."""
-        return Features(cos_sin(phase), self._log_scale(x, phase))
-
-    def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
-        return torch.full_like(phase[..., :1], -math.log(phase.shape[-1]) / 2)
-
-
-@dataclass(frozen=True)
-class TrigRF(Trigonometric):
-    """Random Fourier features (CRT 2.2, Performers 2.3).
-
-    Features are bounded for the Gaussian kernel. Estimates are exact at x = y and may be negative. M = 2m: cosines,
-    then sines.
-
-    >>> from crt_exp.samplers import orthogonal
-    >>> phi = TrigRF(kernel="gaussian")
-    >>> noise = orthogonal(64, 4, torch.Generator().manual_seed(0))
-    >>> features = phi.phi_q(torch.ones(3, 4), noise).exp()
-    >>> features.shape, float(features[0] @ features[1]) > 1 - 1e-5
-    (torch.Size([3, 128]), True)
-    """
-
-    def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
-        log_scale = super()._log_scale(x, phase)
+        log_scale = torch.full_like(phase[..., :1], -math.log(phase.shape[-1]) / 2)
         if self.kernel == "softmax":
             log_scale = log_scale + sq_norm(at_least_float32(x)) / 2
-        return log_scale
+        return Features(cos_sin(phase), log_scale)
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
         return log_cosh((x.double() - y.double()).square().sum(-1))  # Performers Lemma 2
@@ -371,17 +357,18 @@ class GERF(FeatureMap):
                 A = A.real
             return GERFParams(A, torch.tensor([[self.s]]))
         if self.s != "auto":
-            A, _, s = self._best(stats, self.s)
+            A, _ = self._best(stats, self.s)
+            s = torch.full_like(A, self.s, dtype=torch.long)
         else:
-            positive = self._best(stats, 1)
-            negative = self._best(stats, -1)
-            better = negative[1] < positive[1]
-            A = torch.where(better, negative[0], positive[0])
-            s = torch.where(better, negative[2], positive[2])
+            positive, moment = self._best(stats, 1)
+            negative, other = self._best(stats, -1)
+            better = other < moment
+            A = torch.where(better, negative, positive)
+            s = torch.where(better, -1, 1)
         return GERFParams(A[..., None, None], s[..., None, None])
 
-    def _best(self, stats: Statistics, s: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return A, log second moment and s, each of the batch shape."""
+    def _best(self, stats: Statistics, s: int) -> tuple[Tensor, Tensor]:
+        """Return A and the log second moment, each of the batch shape."""
         mean_s = stats.mean_s(s)
         if s == 1:
             A = optimal_a(mean_s, stats.d)
@@ -391,7 +378,7 @@ class GERF(FeatureMap):
             log_kernel_sq = -mean_s
         A = check_finite(A, "A")
         ratio = gerf_log_relative_second_moment(A, s, mean_s, stats.d)
-        return A, ratio + log_kernel_sq, torch.full_like(mean_s, s, dtype=torch.long)
+        return A, ratio + log_kernel_sq
 
     def bind(self, noise, params=()) -> BoundMap:
         phi = partial(self._phi, noise=noise, params=params)
@@ -451,23 +438,6 @@ def gerf_log_relative_second_moment(A: Tensor, s: Tensor | int, s_s: Tensor, d: 
     slope = (s * (1 + size * cosine) + torch.sqrt(size * double)) / (2 * size * cosine) - s
     high = d / 2 * torch.log(double / (4 * cosine)) + slope * s_s
     return log_mean_exp2(high, low.real, low.imag)
-
-
-def log_mean_exp2(high: Tensor, low: Tensor, phase: Tensor | float = 0.0) -> Tensor:
-    """Return log((e^high + e^low cos(phase)) / 2) for low <= high.
-
-    The result is accurate if both are near 0.
-    """
-    low = torch.minimum(low, high)
-    mid = (high + low) / 2
-    half = (high - low) / 2
-    phase = torch.as_tensor(phase, dtype=high.dtype)
-    near = half.clamp(max=1.0)
-    excess = 2 * torch.sinh(near / 2).square()
-    lost = torch.exp(-near) * torch.sin(phase / 2).square()
-    small = mid + torch.log1p(excess - lost)
-    large = high - LOG2 + torch.log1p(torch.exp(-2 * half) * phase.cos())
-    return torch.where(half > 1, large, small)
 
 
 def optimal_a(s: Tensor, d: int = 1) -> Tensor:

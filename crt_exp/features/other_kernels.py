@@ -29,7 +29,7 @@ from crt_exp.features.base import (
     outer,
     requests_of,
 )
-from crt_exp.features.exponential import Trigonometric
+from crt_exp.features.exponential import TrigRF
 from crt_exp.features.statistics import angle
 from crt_exp.samplers.noise import (
     DenseNoise,
@@ -44,7 +44,7 @@ POINTS = 1500  # of the table of its distribution
 
 
 @dataclass(frozen=True)
-class SpectralRF(Trigonometric):
+class SpectralRF(TrigRF):
     """Base class for shift-invariant kernels other than the Gaussian kernel."""
 
     own_kernel = True

@@ -323,12 +323,6 @@ def map_leaves(
     return results[id(tree)]
 
 
-def share_leaf(one: Nested, other: Nested) -> bool:
-    """Whether the two nested values have a common leaf."""
-    ids = {id(leaf) for leaf in leaves(one)}
-    return any(id(leaf) in ids for leaf in leaves(other))
-
-
 def no_autocast(t: Tensor) -> AbstractContextManager:
     """Disable autocast on the device of a tensor; a null context on the meta device."""
     return nullcontext() if t.is_meta else torch.autocast(t.device.type, enabled=False)

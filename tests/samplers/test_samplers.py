@@ -343,7 +343,7 @@ def test_measured_bias_shows():
     """Lengths sqrt(d) estimate SMREG, not the softmax kernel: the ratio is known."""
     x = torch.tensor([[0.9, 0.3, 0.0, 0.0], [0.1, 0.0, 0.2, 0.0]])
     bias = measured_bias(
-        PosRF(), partial(orthogonal, lengths="sqrt_d"), x, x, m=3, draws=4000, generator=seeded()
+        PosRF(), partial(orthogonal, lengths="sqrt_d"), x, x, draws=4000, generator=seeded()
     )
     softmax = (x.double() * x).sum(-1)
     known = (SMREG().log_kernel(x, x) - softmax).exp()
