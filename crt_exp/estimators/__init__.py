@@ -30,8 +30,8 @@ from crt_exp.features import FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statis
 from crt_exp.features.base import Params, Projections
 from crt_exp.features.exponential import PositiveExponential, TrigRF
 from crt_exp.features.statistics import Kernel
-from crt_exp.mechanism import Mechanism, features_of_attention
-from crt_exp.registry import ConfigError, known_names
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
 from crt_exp.samplers import Noise
 from crt_exp.samplers.threads import threads
 from crt_exp.validation import Positive, check, whole_number
@@ -55,10 +55,6 @@ def load_map(features: str, kernel: str) -> FeatureMap:
         raise ConfigError(
             f"features={features!r}: expected a name of conf/features, or a FeatureMap"
         )
-    if features not in known_names("features") and (
-        error := features_of_attention("features", features)
-    ):
-        raise error
     mechanism = Mechanism.of(features=features)
     if not mechanism.own_kernel and not mechanism.estimates:
         raise ConfigError(NO_KERNEL.format(features))
@@ -125,15 +121,16 @@ class RandomFeatureEstimator(Options):
     def _check_options(self):
         check("kernel", self.kernel, Kernel)
         name = self._name
-        if not self._map().estimates:
+        phi = self._map()
+        if not phi.estimates:
             raise ValueError(NO_KERNEL.format(name))
-        if self._own_kernel and self.kernel != "gaussian":
+        if phi.own_kernel and self.kernel != "gaussian":
             raise ValueError(
                 f"kernel={self.kernel}: not supported, because {name} has its own kernel; remove it"
             )
         if self.gamma is None:
             return
-        if self._own_kernel:
+        if phi.own_kernel:
             raise ValueError(f"gamma={self.gamma}: not supported by {name}; use length_scale")
         if self._uses_length_scale:
             raise ValueError(f"gamma={self.gamma}: cannot be combined with length_scale")
@@ -150,13 +147,9 @@ class RandomFeatureEstimator(Options):
         return self.features if isinstance(self.features, str) else type(self.features).__name__
 
     @property
-    def _own_kernel(self) -> bool:
-        return self._map().own_kernel
-
-    @property
     def _uses_length_scale(self) -> bool:
         """Whether x = u / length_scale, without gamma."""
-        return self._own_kernel or self.length_scale is not None
+        return self._map().own_kernel or self.length_scale is not None
 
     @property
     def _centred(self) -> bool:
@@ -375,13 +368,11 @@ class Incremental(Options):
         """Validate and add rows; callers restore the attributes if this raises.
 
         Raises:
-            ValueError: y is a scalar, or not finite.
+            ValueError: y is not finite.
         """
         first = not hasattr(self, "sums_")
         if first:
             self._check_options()
-        if np.isscalar(y) or getattr(y, "shape", None) == ():
-            raise ValueError("y should be a 1d array, got an array of shape () instead.")
         checks = {"accept_sparse": self._accept_sparse, "reset": first, **self._target_checks}
         X, y = validate_data(self, X, y, dtype=FLOATS, **checks)
         if y.dtype.kind == "f" and not np.isfinite(y).all():  # scikit-learn converts None to NaN

@@ -22,7 +22,6 @@ from crt_exp.samplers.noise import (
     leaves,
     map_leaves,
     match_float64,
-    transforming,
 )
 from crt_exp.validation import check_values
 
@@ -401,9 +400,7 @@ def log_mean_exp2(high: Tensor, low: Tensor, phase: Tensor | float = 0.0) -> Ten
 
 def all_true(condition: Tensor) -> bool:
     """Whether a condition is true everywhere; under vmap, for all mapped entries."""
-    if transforming():
-        condition = torch.func.debug_unwrap(condition)
-    return bool(condition.all())
+    return bool(torch.func.debug_unwrap(condition).all())
 
 
 def values_readable(t: Tensor) -> bool:

@@ -39,7 +39,6 @@ from crt_exp.samplers.noise import (
     Noise,
     at_least_float32,
     no_autocast,
-    transforming,
 )
 from crt_exp.validation import Complex
 
@@ -498,5 +497,5 @@ def check_a(A: Tensor | complex) -> None:
 
 def format_entries(t: Tensor) -> str:
     """Format the first entries of a tensor in one line; inside torch.func the mapped ones too."""
-    values = torch.func.debug_unwrap(t) if transforming() else t
-    return ", ".join(f"{value:g}" for value in values.flatten()[:4].tolist())
+    entries = torch.func.debug_unwrap(t).flatten()[:4]
+    return ", ".join(f"{value:g}" for value in entries.tolist())

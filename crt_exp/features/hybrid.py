@@ -43,7 +43,6 @@ from crt_exp.features.exponential import (
     OPRF,
     SMREG,
     HypRF,
-    PositiveExponential,
     PosRF,
     TrigRF,
 )
@@ -279,12 +278,9 @@ class Bipolar(HybridMap):
     @abstractmethod
     def coefficient(self) -> Coefficient: ...
 
-    def positive(self) -> PositiveExponential:
-        """Return the positive base."""
-        return HypRF(self.kernel) if self.base == "hyp" else PosRF(self.kernel)
-
     def _build_parts(self):
-        return (self.coefficient(),), (self.positive(), TrigRF(self.kernel))
+        positive = BASES[self.base](self.kernel)
+        return (self.coefficient(),), (positive, TrigRF(self.kernel))
 
     def bind(self, noise, params) -> BoundMap:
         """Bind both maps; shared projections need one matrix product."""
@@ -293,9 +289,7 @@ class Bipolar(HybridMap):
         if omega is not other or omega.matrix_free or omega.batch != tau.batch:
             return super().bind(noise, params)
         rows = DenseNoise(torch.cat([tau.rows(), omega.rows()], -2), gaussian=False)
-        coefficient = self.coefficient()
-        positive = self.positive()
-        trigonometric = TrigRF(self.kernel)
+        (coefficient,), (positive, trigonometric) = self.parts
         _, _, bias = positive.affine(omega, ())
 
         def features(x: Tensor, key: bool) -> Blocks:

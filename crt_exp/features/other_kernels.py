@@ -35,7 +35,6 @@ from crt_exp.samplers.noise import (
     DenseNoise,
     Nested,
     Noise,
-    transforming,
 )
 from crt_exp.validation import Positive
 
@@ -70,7 +69,7 @@ class RadialRF(SpectralRF):
         """
         name = type(self).__name__
         sq_norm = noise.sq_norm.double().clamp(min=1e-300).cpu()
-        values = torch.func.debug_unwrap(sq_norm) if transforming() else sq_norm
+        values = torch.func.debug_unwrap(sq_norm)
         if values.shape != sq_norm.shape:
             raise ValueError(
                 f"{name}: torch.func cannot map over projections; map over the vectors"
