@@ -289,7 +289,8 @@ class Bipolar(HybridMap):
         if omega is not other or omega.matrix_free or omega.batch != tau.batch:
             return super().bind(noise, params)
         rows = DenseNoise(torch.cat([tau.rows(), omega.rows()], -2), gaussian=False)
-        (coefficient,), (positive, trigonometric) = self.parts
+        parts: Any = self.parts
+        (coefficient,), (positive, trigonometric) = parts
         _, _, bias = positive.affine(omega, ())
 
         def features(x: Tensor, key: bool) -> Blocks:

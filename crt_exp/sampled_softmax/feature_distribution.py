@@ -334,16 +334,12 @@ def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, seed: in
     Raises:
         ValueError: the mechanism has no feature map that estimates a kernel.
     """
-    if isinstance(proposal, Mechanism):
-        if m is not None:
-            raise ValueError(f"m={m}: expected None beside a Mechanism; set it in Mechanism.of")
-        mechanism = proposal
-    elif isinstance(proposal, str | FeatureMap):
+    if not isinstance(proposal, Mechanism):
         mechanism = Mechanism.parse(proposal, m=m, seed=seed)
+    elif m is None:
+        mechanism = proposal
     else:
-        raise ValueError(
-            f"proposal: {type(proposal).__name__}; expected a ClassSampler, FeatureMap, Mechanism or name"
-        )
+        raise ValueError(f"m={m}: expected None beside a Mechanism; set it in Mechanism.of")
     if not mechanism.estimates:
         raise ValueError(
             f"proposal={mechanism.name}: has no random features; use one such as favorpp"

@@ -103,7 +103,7 @@ class TreeFeatures(FeatureDistribution):
             children = node[..., None] * FAN + fan
             weights = self._weights(a, number, children, targets)
             u = torch.rand(fixed.shape, dtype=torch.float64, device=fixed.device)
-            step = choose(weights.double(), u)
+            step = choose(weights, u)
             step = torch.where(fixed >= 0, fixed // FAN**number % FAN, step)
             share = weights.gather(-1, step[..., None]).squeeze(-1) / weights.sum(-1)
             log_q += share.log()
@@ -308,9 +308,8 @@ def choose(weights: Tensor, u: Tensor) -> Tensor:
 
     Weights are non-negative.
     """
-    ends = weights.cumsum(-1)
-    places = (ends <= u[..., None] * ends[..., -1:]).sum(-1)
-    return places.clamp_(max=weights.shape[-1] - 1)
+    columns, _ = choose_columns(weights.flatten(0, -2), u.reshape(-1, 1))
+    return columns.view(u.shape)
 
 
 def _padded(rows: int) -> int:
