@@ -359,8 +359,7 @@ class Incremental(Options):
     def fit(self, X, y, sample_weight=None):
         """Fit to X (n, d) and y (n,) or (n, T), or labels (n,)."""
         for name in ("sums_", "classes_"):
-            if hasattr(self, name):
-                delattr(self, name)
+            self.__dict__.pop(name, None)
         self._add(X, y, sample_weight)
         return self
 

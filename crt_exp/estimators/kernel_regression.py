@@ -130,8 +130,7 @@ class KernelRegressionClassifier(Classification, KernelRegression):
 
     def predict(self, X):
         """Return labels (n,)."""
-        scores = self._scores(X)
-        return self.classes_[scores.argmax(1)]
+        return self.classes_[self._scores(X).argmax(1)]
 
     def predict_proba(self, X):
         """Return normalised kernel sums (n, C), with negative estimates set to 0.
@@ -148,11 +147,9 @@ class KernelRegressionClassifier(Classification, KernelRegression):
         return self._numerators(X)[:, :-1]
 
     def _targets(self, y):
-        labels = label_set(y)
         if not hasattr(self, "classes_"):
-            self.classes_ = labels
-        label_set(self.classes_, y)  # raises if their types differ
-        unseen = np.setdiff1d(labels, self.classes_).tolist()
+            self.classes_ = label_set(y)
+        unseen = np.setdiff1d(label_set(self.classes_, y), self.classes_).tolist()
         if unseen:
             raise ValueError(
                 f"label {unseen[0]!r}: expected one of classes={self.classes_.tolist()}"

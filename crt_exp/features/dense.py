@@ -71,6 +71,10 @@ class Dense(PositiveExponential):
     fitted = True
     transforms_inputs = True
 
+    @property
+    def one_map(self) -> bool:
+        return self.kernel != "softmax"
+
     def bind(self, noise: Noise, params: SDERFParams) -> BoundMap:
         weight = self._weight(noise, params)
 
@@ -323,10 +327,6 @@ class AutoRF(Dense):
     trainable = False
     on_vectors = True
     until_fitted = "using A = 0 (FAVOR+)"
-
-    @property
-    def one_map(self) -> bool:
-        return self.kernel != "softmax"
 
     def candidates(self, d: int) -> dict[str, FeatureMap]:
         """Return the candidate maps for d dimensions, by name."""

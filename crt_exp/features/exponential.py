@@ -123,12 +123,13 @@ class PositiveExponential(FeatureMap):
     def width(self, m: int) -> int:
         return 2 * m if self.antithetic else m
 
-    def affine(self, noise: Noise, params) -> tuple[Noise, Tensor | None, Tensor | float]:
-        """Return projections, scale (..., 1, 1), or None for 1, and bias (..., 1, m).
+    def affine(self, noise: Noise, params) -> tuple[Noise, Tensor | None, Tensor]:
+        """Return projections, scale (..., 1, 1), or None for 1, and bias (..., 1, m or 1).
 
         The bias holds log D + A |omega|^2 - log(M)/2.
         """
-        return noise, None, -math.log(self.width(noise.m)) / 2
+        log_width = math.log(self.width(noise.m))
+        return noise, None, noise.tensors()[0].new_full((1, 1), -log_width / 2)
 
     def bind(self, noise, params=()) -> BoundMap:
         if noise.matrix_free:
@@ -154,19 +155,15 @@ class PositiveExponential(FeatureMap):
             return Features(ONE, inputs @ weight.to(x.dtype).mT)
 
     def _phi_matrix_free(
-        self, x: Tensor, noise: Noise, scale: Tensor | None, bias: Tensor | float
+        self, x: Tensor, noise: Noise, scale: Tensor | None, bias: Tensor
     ) -> Features:
         x = at_least_float32(x)
-        if isinstance(bias, Tensor):
-            bias = bias.to(x.dtype)
-        scaled = x
-        if scale is not None:
-            scaled = x * scale.to(x.dtype)
+        scaled = x if scale is None else x * scale.to(x.dtype)
         return self.of_projections(x, noise.project(scaled), bias)
 
-    def of_projections(self, x: Tensor, projected: Tensor, bias: Tensor | float) -> Features:
+    def of_projections(self, x: Tensor, projected: Tensor, bias: Tensor) -> Features:
         """Return the features of x (..., L, d) with scaled projections (..., L, m)."""
-        offset = bias - self.norm_weight * sq_norm(x)
+        offset = bias.to(x.dtype) - self.norm_weight * sq_norm(x)
         return Features(ONE, both_signs(offset, projected, self.antithetic))
 
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -178,8 +175,7 @@ class PositiveExponential(FeatureMap):
         """
         noise, scale, bias = self.affine(noise, params)
         rows = noise.rows()
-        bias = torch.as_tensor(bias, dtype=rows.dtype, device=rows.device)
-        bias = bias.expand(*bias.shape[:-1] or (1,), noise.m)
+        bias = bias.expand(*bias.shape[:-1], noise.m)
         if self.antithetic:
             rows = torch.cat([rows, -rows], -2)
             bias = torch.cat([bias, bias], -1)

@@ -85,10 +85,6 @@ class Mixture(Dense):
             raise ValueError("antithetic=true: not supported by Mixture; use antithetic=false")
 
     @property
-    def one_map(self) -> bool:
-        return self.kernel != "softmax"
-
-    @property
     def fixes_scale(self) -> bool:
         return self.weights == "unbiased"
 
@@ -110,9 +106,6 @@ class Mixture(Dense):
         if self.size is None:
             raise ValueError("size=None: expected an integer >= 1; use mixture.of_size(m)")
         return self.size
-
-    def admitted(self, params: MixtureParams) -> MixtureParams:
-        return params  # all invertible balances and all centres are valid
 
     # ---- features
 
