@@ -28,12 +28,11 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 
 from crt_exp.features import FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statistics
 from crt_exp.features.base import Params, Projections
-from crt_exp.features.exponential import PositiveExponential, TrigRF
+from crt_exp.features.exponential import TrigRF
 from crt_exp.features.statistics import Kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.samplers import Noise
-from crt_exp.samplers.threads import threads
 from crt_exp.validation import Positive, check, whole_number
 
 FLOATS = np.float64, np.float32
@@ -167,8 +166,7 @@ class RandomFeatureEstimator(Options):
         sampler = self.sampler if callable(self.sampler) else load_sampler(self.sampler)
 
         def draw(p: Projections) -> Noise:
-            with threads(1):  # matrices are small
-                return sampler(p.m, self.n_features_in_, generator, dtype=torch.float64)
+            return sampler(p.m, self.n_features_in_, generator, dtype=torch.float64)
 
         self.noise_ = self.map_.noise(m, draw)
 
@@ -219,7 +217,7 @@ class RandomFeatureEstimator(Options):
             x = self._scaled(X[evenly_spaced(weight)].astype(np.float64))
             return Statistics.of(x, x)
         known = self._means(X, weight)
-        if not isinstance(self.map_, PositiveExponential):
+        if "minimum" in self.map_.moments:
             low = X.min(0).toarray().ravel() if issparse(X) else X.min(0)
             known["minimum"] = (low.astype(np.float64) - self.center_) * self.scale_
         moments = Moments.from_values(

@@ -53,20 +53,11 @@ class FeatureDistribution(ClassSampler):
     looks_at_classes = True
     made: Tensor
 
-    def __init__(
-        self,
-        proposal: FeatureMap | Mechanism | str,
-        classes: int,
-        d: int,
-        *,
-        m: int | None = None,
-        temperature: float = 1.0,
-        seed: int = 0,
-    ):
+    def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, **options):
         super().__init__(classes)
         self.d = d
         self.register_buffer("made", torch.zeros((), dtype=torch.bool))
-        self.features = ClassFeatures(proposal, self.classes, d, m, temperature, seed)
+        self.features = ClassFeatures(proposal, self.classes, d, **options)
         self.defensive = 0.0 if self.features.positive else DEFENSIVE
         self._queries: Tensor | None = None  # of the last batch, for fitting
 
@@ -195,9 +186,10 @@ class ClassFeatures(nn.Module):
         proposal: FeatureMap | Mechanism | str,
         classes: int,
         d: int,
-        m: int | None,
-        temperature: float,
-        seed: int,
+        *,
+        m: int | None = None,
+        temperature: float = 1.0,
+        seed: int = 0,
     ):
         super().__init__()
         mechanism = as_mechanism(proposal, m, seed)
