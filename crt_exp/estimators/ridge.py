@@ -386,9 +386,8 @@ class RandomFeatureClassifier(Classification, BaseRandomFeatureRidge):
         The constant is one number per row.
         """
         self._solve()
-        return self._per_block(X, self._scores).reshape(
-            (-1,) if len(self.classes_) == 2 else (-1, len(self.classes_))
-        )
+        scores = self._per_block(X, self._scores)
+        return scores.ravel() if len(self.classes_) == 2 else scores
 
     def _scores(self, z: Tensor) -> Tensor:
         return z @ torch.from_numpy(self.coef_).T + torch.from_numpy(self.intercept_)

@@ -32,7 +32,7 @@ from crt_exp.features.base import (
 )
 from crt_exp.features.statistics import Statistics, angle
 from crt_exp.samplers.noise import Noise, at_least_float32, map_leaves
-from crt_exp.validation import Positive
+from crt_exp.validation import Positive, Several
 
 LEAST = 1e-3  # limit of sigma r; lambda tends to 0 / 0 below it
 
@@ -344,16 +344,8 @@ class GaussianCoefficient(DistanceCoefficient):
     1.0
     """
 
-    M: Any = 1.0
+    M: float | Several[float] = 1.0
     c: Positive = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        M = torch.as_tensor(self.M, dtype=torch.float64)
-        if M.ndim > 1 or not bool(M.isfinite().all()):
-            raise ValueError(
-                f"M={self.M!r}: expected a real number, or d real numbers for a diagonal"
-            )
 
     def scaled(self, x, params, key):
         M = torch.as_tensor(self.M, dtype=x.dtype, device=x.device)

@@ -243,12 +243,9 @@ def fwht(x: Tensor) -> Tensor:
     The length must be a power of two. The transform applies the Kronecker factors of H_n, of size at most 64, in O(n
     log n). It is differentiable.
     """
-    n = x.shape[-1]
-    if n & (n - 1):
-        raise ValueError(f"n={n}: expected a power of two")
     hadamard = _hadamard_matrix if cacheable() else _hadamard_matrix.__wrapped__
     h = 1
-    for r in _radices(n):
+    for r in _radices(x.shape[-1]):
         matrix = hadamard(r, x.dtype, x.device)
         if h == 1:
             x = (x.unflatten(-1, (-1, r)) @ matrix).flatten(-2)

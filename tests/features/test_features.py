@@ -402,7 +402,7 @@ BAD = {
     "M=.*1.0, 2.0.* d rows of d numbers": lambda: CERF(M=[[1.0, 2.0]]),
     "M=inf: .* finite": lambda: CERF(M=math.inf),
     "real entries with field='real'": lambda: CERF(M=1j, field="real"),
-    "a real number, or d real numbers": lambda: GaussianCoefficient(M=[[1.0]]),
+    "expected a number or a list": lambda: GaussianCoefficient(M=[[1.0]]),
     "M: 2 dimensions, expected 3": lambda: GaussianCoefficient(M=(1.0, 2.0)).mean(X, X),
     "parts: empty": lambda: Sum(),
     "kernel=other": lambda: OPRF(kernel="other"),
