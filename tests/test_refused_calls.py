@@ -11,7 +11,7 @@ from crt_exp.attention import Generalized, Linformer, Reformer, attention
 from crt_exp.experiments.runner.configuration import check_plain
 from crt_exp.features import AngularHybrid, Hedgehog, Moments, PosRF
 from crt_exp.features.complex_exponential import _for_dimension
-from crt_exp.features.statistics import check_kernel
+from crt_exp.features.statistics import log_kernel
 from crt_exp.registry import ConfigError
 from crt_exp.samplers.blocks import row_lengths
 from crt_exp.swap.interface import interface_attention
@@ -58,7 +58,7 @@ CALLS = {
         "denominator='clip': expected",
     ),
     "variance of hedgehog": (
-        lambda: Hedgehog().log_relative_second_moment(X, X),
+        lambda: Hedgehog().log_variance(X, X),
         NotImplementedError,
         "estimate no kernel",
     ),
@@ -73,7 +73,7 @@ CALLS = {
         "independent",
     ),
     "kernel": (
-        lambda: check_kernel("laplace"),
+        lambda: log_kernel("laplace", X, X),
         ValueError,
         "kernel=laplace: expected softmax or gaussian",
     ),

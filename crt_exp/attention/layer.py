@@ -32,7 +32,7 @@ from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.running import MEANS, Running, averages, fit_to_call, for_query_heads
 from crt_exp.attention.state import FittedOnce, FittedToSequences
 from crt_exp.features.base import FeatureMap, distinct
-from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
+from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import Nested, map_leaves, transforming
 from crt_exp.validation import Count, Whole, checked, warn
@@ -64,7 +64,7 @@ class RandomFeatureAttention(Redraws, Running):
 
     Args:
         phi: feature map of the softmax kernel, possibly a sum or product of maps.
-        m: number of projections; a tuple for the parts of phi.
+        m: number of projections.
         kv_heads: number of key heads, by default `heads`.
         scaling: factor of q.k in the logits, by default d^(-1/2).
         redraw_every: training passes between redraws; 0 for never. Eval mode, backward passes and decoding never
@@ -95,7 +95,7 @@ class RandomFeatureAttention(Redraws, Running):
         self,
         phi: FeatureMap,
         sampler: Callable[..., Noise] | None,
-        m: Nested,
+        m: int,
         heads: int,
         d: int,
         *,
@@ -229,7 +229,7 @@ class RandomFeatureAttention(Redraws, Running):
     @property
     def width(self) -> int:
         """Number M of features."""
-        return self.phi.width(map_leaves(lambda p: p.m, self.projections, empty=self.d))
+        return self.phi.width(self.m if self.gaussian else self.d)
 
     @property
     def serves_causal(self) -> bool:
@@ -319,11 +319,16 @@ class RandomFeatureAttention(Redraws, Running):
         """
         mask = None if key_mask is None else key_mask[:, None]
         keys = Moments.from_vectors(k, mask, self.scale)
-        queries = Mirrored(keys)
-        if not self.keeps_statistics:
-            return Statistics(queries, keys)
-        running: Any = averages(self.running_weight, self.statistics("running")[0])
-        return Statistics(EitherMoments(self.running_weight > 0, running, queries), keys)
+        queries = keys.mirrored(self.moments)
+        if self.keeps_statistics:
+            known = self.running_weight > 0
+            running = averages(self.running_weight, self.statistics("running")[0])
+            values = {}
+            for name in self.moments:
+                value = getattr(running, name)
+                values[name] = torch.where(known, value, getattr(queries, name))
+            queries = Moments.from_values(**values)
+        return Statistics(queries, keys)
 
     # ---- redraws and running statistics
 

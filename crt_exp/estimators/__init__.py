@@ -6,7 +6,7 @@ for kernel="softmax". Feature maps take x = sqrt(2 gamma) u, or x = u / length_s
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, wraps
 from typing import Any, ClassVar, Literal
@@ -22,18 +22,17 @@ from sklearn.base import (
     RegressorMixin,
     TransformerMixin,
 )
-from sklearn.utils import check_random_state
+from sklearn.utils import check_random_state, gen_batches
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from crt_exp.features import FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statistics
 from crt_exp.features.base import Params, Projections
-from crt_exp.features.exponential import PositiveExponential, Trigonometric
-from crt_exp.features.statistics import check_kernel
-from crt_exp.mechanism import Mechanism, features_of_attention
-from crt_exp.registry import ConfigError, known_names
+from crt_exp.features.exponential import TrigRF
+from crt_exp.features.statistics import Kernel
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
 from crt_exp.samplers import Noise
-from crt_exp.samplers.threads import threads
 from crt_exp.validation import Positive, check, whole_number
 
 FLOATS = np.float64, np.float32
@@ -55,10 +54,6 @@ def load_map(features: str, kernel: str) -> FeatureMap:
         raise ConfigError(
             f"features={features!r}: expected a name of conf/features, or a FeatureMap"
         )
-    if features not in known_names("features") and (
-        error := features_of_attention("features", features)
-    ):
-        raise error
     mechanism = Mechanism.of(features=features)
     if not mechanism.own_kernel and not mechanism.estimates:
         raise ConfigError(NO_KERNEL.format(features))
@@ -123,17 +118,18 @@ class RandomFeatureEstimator(Options):
     """Base class: feature map and sampler, input scale, and random projections."""
 
     def _check_options(self):
-        check_kernel(self.kernel)
+        check("kernel", self.kernel, Kernel)
         name = self._name
-        if not self._map().estimates:
+        phi = self._map()
+        if not phi.estimates:
             raise ValueError(NO_KERNEL.format(name))
-        if self._own_kernel and self.kernel != "gaussian":
+        if phi.own_kernel and self.kernel != "gaussian":
             raise ValueError(
                 f"kernel={self.kernel}: not supported, because {name} has its own kernel; remove it"
             )
         if self.gamma is None:
             return
-        if self._own_kernel:
+        if phi.own_kernel:
             raise ValueError(f"gamma={self.gamma}: not supported by {name}; use length_scale")
         if self._uses_length_scale:
             raise ValueError(f"gamma={self.gamma}: cannot be combined with length_scale")
@@ -150,13 +146,9 @@ class RandomFeatureEstimator(Options):
         return self.features if isinstance(self.features, str) else type(self.features).__name__
 
     @property
-    def _own_kernel(self) -> bool:
-        return self._map().own_kernel
-
-    @property
     def _uses_length_scale(self) -> bool:
         """Whether x = u / length_scale, without gamma."""
-        return self._own_kernel or self.length_scale is not None
+        return self._map().own_kernel or self.length_scale is not None
 
     @property
     def _centred(self) -> bool:
@@ -174,8 +166,7 @@ class RandomFeatureEstimator(Options):
         sampler = self.sampler if callable(self.sampler) else load_sampler(self.sampler)
 
         def draw(p: Projections) -> Noise:
-            with threads(1):  # matrices are small
-                return sampler(p.m, self.n_features_in_, generator, dtype=torch.float64)
+            return sampler(p.m, self.n_features_in_, generator, dtype=torch.float64)
 
         self.noise_ = self.map_.noise(m, draw)
 
@@ -226,7 +217,7 @@ class RandomFeatureEstimator(Options):
             x = self._scaled(X[evenly_spaced(weight)].astype(np.float64))
             return Statistics.of(x, x)
         known = self._means(X, weight)
-        if not isinstance(self.map_, PositiveExponential):
+        if "minimum" in self.map_.moments:
             low = X.min(0).toarray().ravel() if issparse(X) else X.min(0)
             known["minimum"] = (low.astype(np.float64) - self.center_) * self.scale_
         moments = Moments.from_values(
@@ -346,7 +337,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 
     @property
     def _centred(self) -> bool:
-        return super()._centred and not isinstance(self._map(), Trigonometric)
+        return super()._centred and not isinstance(self._map(), TrigRF)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -366,8 +357,7 @@ class Incremental(Options):
     def fit(self, X, y, sample_weight=None):
         """Fit to X (n, d) and y (n,) or (n, T), or labels (n,)."""
         for name in ("sums_", "classes_"):
-            if hasattr(self, name):
-                delattr(self, name)
+            self.__dict__.pop(name, None)
         self._add(X, y, sample_weight)
         return self
 
@@ -375,13 +365,11 @@ class Incremental(Options):
         """Validate and add rows; callers restore the attributes if this raises.
 
         Raises:
-            ValueError: y is a scalar, or not finite.
+            ValueError: y is not finite.
         """
         first = not hasattr(self, "sums_")
         if first:
             self._check_options()
-        if np.isscalar(y) or getattr(y, "shape", None) == ():
-            raise ValueError("y should be a 1d array, got an array of shape () instead.")
         checks = {"accept_sparse": self._accept_sparse, "reset": first, **self._target_checks}
         X, y = validate_data(self, X, y, dtype=FLOATS, **checks)
         if y.dtype.kind == "f" and not np.isfinite(y).all():  # scikit-learn converts None to NaN
@@ -516,12 +504,8 @@ def _dense(X) -> np.ndarray:
     return X.toarray() if issparse(X) else X
 
 
-def _rows_of(X, size: int = ROWS) -> list[slice]:
+def _rows_of(X, size: int = ROWS) -> Iterator[slice]:
     """Return blocks of rows; sparse rows become dense and need smaller blocks."""
     if issparse(X):
         size = max(1, min(size, SPARSE_ENTRIES // X.shape[1]))
-    return blocks(X.shape[0], size)
-
-
-def blocks(n: int, size: int = ROWS) -> list[slice]:
-    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+    return gen_batches(X.shape[0], size)

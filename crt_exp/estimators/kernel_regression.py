@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.utils import gen_batches
 
 from crt_exp.attention.partials import Partial, merge, read, scale_keys
 from crt_exp.estimators import (
@@ -18,7 +19,6 @@ from crt_exp.estimators import (
     RandomFeatureEstimator,
     Regression,
     all_or_none,
-    blocks,
     label_set,
 )
 from crt_exp.features import FeatureMap, PosRF
@@ -58,7 +58,7 @@ class KernelRegression(Incremental, RandomFeatureEstimator):
             self.x_ = np.concatenate([self.x_, X])
             self.targets_ = np.concatenate([self.targets_, targets])
             return
-        for rows in blocks(len(X)):
+        for rows in gen_batches(len(X), ROWS):
             x = self._scaled(X[rows])
             r = torch.from_numpy(targets[rows]).to(x.dtype)
             keys = scale_keys(self.map_.phi_k(x, self.noise_, self.params_))
@@ -75,7 +75,7 @@ class KernelRegression(Incremental, RandomFeatureEstimator):
         X = self._validated(X)
         sums = self._exact_sums if self._exact else self._feature_sums
         at_once = max(1, 4_000_000 // max(len(self.x_), 1)) if self._exact else ROWS
-        return np.concatenate([sums(X[rows]) for rows in blocks(len(X), at_once)])
+        return np.concatenate([sums(X[rows]) for rows in gen_batches(len(X), at_once)])
 
     def _feature_sums(self, X: np.ndarray) -> np.ndarray:
         assert self.sums_ is not None  # `fit` has added rows
@@ -130,8 +130,7 @@ class KernelRegressionClassifier(Classification, KernelRegression):
 
     def predict(self, X):
         """Return labels (n,)."""
-        scores = self._scores(X)
-        return self.classes_[scores.argmax(1)]
+        return self.classes_[self._scores(X).argmax(1)]
 
     def predict_proba(self, X):
         """Return normalised kernel sums (n, C), with negative estimates set to 0.
@@ -148,11 +147,9 @@ class KernelRegressionClassifier(Classification, KernelRegression):
         return self._numerators(X)[:, :-1]
 
     def _targets(self, y):
-        labels = label_set(y)
         if not hasattr(self, "classes_"):
-            self.classes_ = labels
-        label_set(self.classes_, y)  # raises if their types differ
-        unseen = np.setdiff1d(labels, self.classes_).tolist()
+            self.classes_ = label_set(y)
+        unseen = np.setdiff1d(label_set(self.classes_, y), self.classes_).tolist()
         if unseen:
             raise ValueError(
                 f"label {unseen[0]!r}: expected one of classes={self.classes_.tolist()}"

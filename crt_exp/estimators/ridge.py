@@ -14,17 +14,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from scipy.sparse import issparse, vstack
-from sklearn.utils import check_random_state
+from sklearn.utils import check_random_state, gen_batches
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from crt_exp.estimators import (
+    ROWS,
     Classification,
     Incremental,
     RandomFeatures,
     Regression,
     all_or_none,
-    blocks,
     label_set,
 )
 from crt_exp.samplers.threads import threads
@@ -225,22 +225,16 @@ class BaseRandomFeatureRidge(Incremental):
         seed = self.random_state
         if not isinstance(seed, Integral):
             seed = check_random_state(seed).randint(2**31 - 1)
-        self.features_ = RandomFeatures(
-            self.features,
-            self.sampler,
-            int(self.n_components),
-            self.kernel,
-            self.gamma,
-            seed,
-            length_scale=self.length_scale,
-        )._begin(X, weight, "scale")
+        options = self.get_params(deep=False) | {"random_state": seed}
+        del options["alpha"]
+        self.features_ = RandomFeatures(**options)._begin(X, weight, "scale")
         self.sums_ = Sums(self.features_._n_features_out, torch.from_numpy(targets[0].copy()))
 
     def _add_rows(self, X, y: np.ndarray, targets: np.ndarray, weight: np.ndarray) -> None:
         self.sums_ = copy(self.sums_)
         columns = torch.from_numpy(targets)
         weights = torch.from_numpy(np.require(weight, requirements="W"))  # else torch warns
-        for rows in blocks(X.shape[0]):
+        for rows in gen_batches(X.shape[0], ROWS):
             self.sums_.add(self._features(X[rows]), columns[rows], weights[rows])
         self._solution: Solution | None = None
 
@@ -263,7 +257,9 @@ class BaseRandomFeatureRidge(Incremental):
     def _per_block(self, X, function: Callable[[Tensor], Tensor]) -> np.ndarray:
         """Apply a function to the features (n, M) of X, block by block."""
         X = self._validated(X)
-        parts = [function(self._features(X[rows])).numpy() for rows in blocks(X.shape[0])]
+        parts = [
+            function(self._features(X[rows])).numpy() for rows in gen_batches(X.shape[0], ROWS)
+        ]
         return np.concatenate(parts)
 
     @property
@@ -390,9 +386,8 @@ class RandomFeatureClassifier(Classification, BaseRandomFeatureRidge):
         The constant is one number per row.
         """
         self._solve()
-        return self._per_block(X, self._scores).reshape(
-            (-1,) if len(self.classes_) == 2 else (-1, len(self.classes_))
-        )
+        scores = self._per_block(X, self._scores)
+        return scores.ravel() if len(self.classes_) == 2 else scores
 
     def _scores(self, z: Tensor) -> Tensor:
         return z @ torch.from_numpy(self.coef_).T + torch.from_numpy(self.intercept_)

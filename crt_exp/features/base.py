@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.statistics import Kernel, log_kernel
-from crt_exp.samplers.noise import Nested, Noise, leaves, map_leaves, match_float64, transforming
+from crt_exp.samplers.noise import (
+    Nested,
+    Noise,
+    leaves,
+    map_leaves,
+    match_float64,
+)
 from crt_exp.validation import check_values
 
 # Value of positive features. Zero-dimensional tensors combine with every device and dtype.
@@ -186,22 +192,14 @@ class FeatureMap:
         """Return the map for m projections; maps with m-dependent parameters override it."""
         return self
 
-    def rank(self, m: int) -> int:
-        """Return the feature dimension as the papers count it.
-
-        This is the least number of features that gives the same estimate in exact arithmetic.
-        """
-        return self.width(m)
-
-    def projections(self, m: Nested) -> Nested:
+    def projections(self, m: int) -> Nested:
         """Return the requests for projections: a `Projections` or None.
 
-        Composite maps return a tuple with one entry for each part. Their m is one number, or a tuple with one entry
-        for each part.
+        Composite maps return a tuple with one entry for each part.
         """
         return Projections(m)
 
-    def noise(self, m: Nested, draw: Callable[[Projections], Noise]) -> Nested:
+    def noise(self, m: int, draw: Callable[[Projections], Noise]) -> Nested:
         """Sample the projections; `draw` is called once for each independent request."""
         needed = self.projections(m)
         noises: dict[str, Noise] = {}
@@ -280,19 +278,44 @@ class FeatureMap:
 
 
 def distinct(requests: Nested) -> list[Projections]:
-    """Return one request per name.
+    """Return one request per name."""
+    return list({request.name: request for request in leaves(requests)}.values())
 
-    Raises:
-        ValueError: parts share projections but need different numbers of them.
-    """
-    by_name: dict[str, Projections] = {}
-    for request in leaves(requests):
-        first = by_name.setdefault(request.name, request)
-        if first.m != request.m:
-            raise ValueError(
-                f"shared projections: parts need {first.m} and {request.m} rows; use equal m"
-            )
-    return list(by_name.values())
+
+class Composite(FeatureMap):
+    """Base class of maps with parts: projections and parameters are tuples like `parts`."""
+
+    parts: tuple  # maps, or tuples of maps
+    one_map = False
+
+    @property
+    def fitted(self) -> bool:
+        return any(part.fitted for part in leaves(self.parts))
+
+    @property
+    def second_moments(self) -> bool:
+        return any(part.second_moments for part in leaves(self.parts))
+
+    def fit(self, stats: Any) -> Params:
+        return map_leaves(lambda part: part.fit(stats), self.parts)
+
+
+def requests_of(parts: Sequence[FeatureMap], m: int, names: Sequence[str]) -> tuple[Nested, ...]:
+    """Return the requests of each part, renamed."""
+    requests = []
+    for part, name in zip(parts, names, strict=True):
+        rename = partial(Projections.of_part, prefix=name)
+        requests.append(map_leaves(rename, part.projections(m)))
+    return tuple(requests)
+
+
+def check_independent(noise: Nested) -> None:
+    """Raise ValueError unless the projections are a pair without common ones."""
+    if isinstance(noise, tuple) and len(noise) == 2:
+        first = {id(leaf) for leaf in leaves(noise[0])}
+        if first.isdisjoint(map(id, leaves(noise[1]))):
+            return
+    raise ValueError("noise: expected a pair of independent projections; use phi.noise(m, draw)")
 
 
 def fit_sets(stats: Any, fit: Callable[[Tensor, Tensor], Any]) -> Any:
@@ -355,18 +378,29 @@ def log_expm1(t: Tensor) -> Tensor:
 
 def log_cosh(t: Tensor) -> Tensor:
     """Return log cosh t, to full relative accuracy near 0."""
-    t = t.abs()
-    near = t.clamp(max=1.0)
-    large = t - LOG2 + torch.log1p(torch.exp(-2 * t))
-    small = torch.log1p(2 * torch.sinh(near / 2).square())
-    return torch.where(t > 1, large, small)
+    return log_mean_exp2(t.abs(), -t.abs())
+
+
+def log_mean_exp2(high: Tensor, low: Tensor, phase: Tensor | float = 0.0) -> Tensor:
+    """Return log((e^high + e^low cos(phase)) / 2) for low <= high.
+
+    The result is accurate if both are near 0.
+    """
+    low = torch.minimum(low, high)
+    mid = (high + low) / 2
+    half = (high - low) / 2
+    phase = torch.as_tensor(phase, dtype=high.dtype)
+    near = half.clamp(max=1.0)
+    excess = 2 * torch.sinh(near / 2).square()
+    lost = torch.exp(-near) * torch.sin(phase / 2).square()
+    small = mid + torch.log1p(excess - lost)
+    large = high - LOG2 + torch.log1p(torch.exp(-2 * half) * phase.cos())
+    return torch.where(half > 1, large, small)
 
 
 def all_true(condition: Tensor) -> bool:
     """Whether a condition is true everywhere; under vmap, for all mapped entries."""
-    if transforming():
-        condition = torch.func.debug_unwrap(condition)
-    return bool(condition.all())
+    return bool(torch.func.debug_unwrap(condition).all())
 
 
 def values_readable(t: Tensor) -> bool:

@@ -31,8 +31,8 @@ from crt_exp.features.base import (
     values_readable,
 )
 from crt_exp.features.statistics import Statistics, angle
-from crt_exp.samplers.noise import Noise, at_least_float32, map_leaves, match_float64
-from crt_exp.validation import Positive
+from crt_exp.samplers.noise import Noise, at_least_float32, map_leaves
+from crt_exp.validation import Positive, Several
 
 LEAST = 1e-3  # limit of sigma r; lambda tends to 0 / 0 below it
 
@@ -154,37 +154,36 @@ class Coefficient(FeatureMap):
     """
 
     kernel: None = None  # type: ignore[assignment]
-    has_constant = True  # `a` may be non-zero
-    columns = 2  # of rho, per projection
+    has_constant = False  # `a` may be non-zero
 
     def width(self, m: int) -> int:
-        return int(self.has_constant) + self.columns * m
-
-    def complement_width(self, m: int) -> int:
-        """Return the number of columns of `complement_columns`."""
-        return 1 + self.columns * m
+        return int(self.has_constant) + 2 * m
 
     def constant(self, params) -> Tensor | float:
         """Return a, a number or (..., 1, 1)."""
         return 0.0
 
+    def scaled(self, x: Tensor, params, key: bool) -> Tensor:
+        """Return the vectors that are projected, for queries or keys x (..., d)."""
+        return x
+
     @abstractmethod
-    def rho(self, x: Tensor, noise: Noise, params, key: bool) -> Tensor:
-        """Return rho of queries or rho' of keys x (..., L, d), (..., L, n columns).
+    def of_projections(self, projected: Tensor, params, key: bool) -> Tensor:
+        """Return rho of queries or rho' of keys, (..., L, 2n), for projections (..., L, n).
 
         The result includes 1/sqrt(n) and the sign.
         """
+
+    def rho(self, x: Tensor, noise: Noise, params, key: bool) -> Tensor:
+        """Return rho of queries or rho' of keys x (..., L, d)."""
+        x = self.scaled(at_least_float32(x), params, key)
+        return self.of_projections(noise.project(x), params, key)
 
     def lambda_columns(self, rho: Tensor, params, key: bool) -> Tensor:
         """Return the columns of lambda: [sqrt|a|, rho], with sgn(a) on the query side."""
         if not self.has_constant:
             return rho
         return torch.cat([column(self.constant(params), rho, key), rho], -1)
-
-    def complement_columns(self, rho: Tensor, params, key: bool) -> Tensor:
-        """Return the columns of 1 - lambda, from those of `rho`."""
-        rest = column(1 - self.constant(params), rho, key)
-        return torch.cat([rest, rho if key else -rho], -1)
 
     @abstractmethod
     def mean(self, x: Tensor, y: Tensor, params=()) -> Tensor:
@@ -195,19 +194,8 @@ class Coefficient(FeatureMap):
         """Return the variance with one projection, float64; n i.i.d. ones divide it by n."""
 
 
-class BipolarCoefficient(Coefficient):
-    """A coefficient whose rho is a function of projections of the unscaled vectors."""
-
-    @abstractmethod
-    def of_projections(self, projected: Tensor, params, key: bool) -> Tensor:
-        """Return rho, given tau.x (..., L, n)."""
-
-    def rho(self, x, noise, params, key):
-        return self.of_projections(match_float64(noise, x.dtype).project(x), params, key)
-
-
 @dataclass(frozen=True)
-class AngularCoefficient(BipolarCoefficient):
+class AngularCoefficient(Coefficient):
     """The coefficient theta / pi of the angle between x and y (HRF Lemma 3.2).
 
     The estimate is the share of n projections in which the signs of x and y differ. It lies in [0, 1] and is exact at
@@ -222,15 +210,6 @@ class AngularCoefficient(BipolarCoefficient):
     0.5
     """
 
-    has_constant = False
-
-    def complement_width(self, m):
-        return self.columns * m
-
-    def complement_columns(self, rho, params, key):
-        """Return [1_+, 1_-] for both sides: the product counts equal signs."""
-        return torch.cat(rho.chunk(2, -1)[::-1], -1) if key else rho
-
     def of_projections(self, projected, params, key):
         negative = projected.detach() < 0
         columns = [negative, ~negative] if key else [~negative, negative]
@@ -244,13 +223,18 @@ class AngularCoefficient(BipolarCoefficient):
         return share * (1 - share)
 
 
+def indicators_of_equal_signs(rho: Tensor, key: bool) -> Tensor:
+    """Return the columns of 1 - lambda, [1_+, 1_-] for both sides, from rho of `AngularCoefficient`."""
+    return torch.cat(rho.chunk(2, -1)[::-1], -1) if key else rho
+
+
 class GaussianParams(NamedTuple):
     sigma: Tensor  # (..., 1, 1)
     norm: Tensor  # (..., 1, 1): varrho = 1 - exp(-2 sigma^2 r^2)
 
 
 @dataclass(frozen=True)
-class BipolarGaussianCoefficient(BipolarCoefficient):
+class BipolarGaussianCoefficient(Coefficient):
     """The bipolar Gaussian coefficient (HRF appendix F, normalised).
 
     lambda = (1 - exp(-sigma^2 |x - y|^2 / 2)) / varrho with varrho = 1 - exp(-2 sigma^2 r^2). For vectors of norm r it
@@ -264,7 +248,7 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
         r: None: fitted, the root mean square norm of queries and keys.
 
     Raises:
-        ValueError: sigma r < 1e-3.
+        ValueError: (in `fit`) sigma r < 1e-3.
 
     >>> coefficient = BipolarGaussianCoefficient(r=1.0)
     >>> x = torch.tensor([1.0, 0.0])
@@ -276,11 +260,7 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
     r: Positive | None = None
 
     fixed = "r"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.sigma is not None and self.r is not None:
-            check_product(self.sigma * self.r)
+    has_constant = True
 
     def fit(self, stats: Statistics) -> GaussianParams:
         if self.r is not None:
@@ -293,7 +273,8 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
             sigma = torch.where(r > 0, 1 / r, 1.0)
         product = torch.where(r > 0, sigma * r, torch.inf)
         if values_readable(product) and not all_true(product >= LEAST):
-            check_product(float(product.min()))
+            least = float(product.min())
+            raise ValueError(f"sigma * r={least:.3g}: expected >= {LEAST}; use a larger sigma")
         return GaussianParams(sigma, -torch.expm1(-2 * product.square()))
 
     def constant(self, params):
@@ -328,16 +309,12 @@ class DistanceCoefficient(Coefficient):
     The estimate uses n trigonometric projections. It may be negative and is not clipped.
     """
 
-    has_constant = False
-
     @abstractmethod
     def scaled(self, x: Tensor, params, key: bool) -> Tensor:
         """Return u of queries or w of keys x (..., d)."""
 
-    def rho(self, x, noise, params, key):
-        noise = match_float64(noise, x.dtype)
-        phase = noise.project(self.scaled(at_least_float32(x), params, key))
-        return cos_sin(phase) / math.sqrt(noise.m)
+    def of_projections(self, projected, params, key):
+        return cos_sin(projected) / math.sqrt(projected.shape[-1])
 
     def difference(self, x: Tensor, y: Tensor, params) -> Tensor:
         """Return u - w for each pair, float64 (..., d)."""
@@ -367,27 +344,14 @@ class GaussianCoefficient(DistanceCoefficient):
     1.0
     """
 
-    M: Any = 1.0
+    M: float | Several[float] = 1.0
     c: Positive = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        M = torch.as_tensor(self.M, dtype=torch.float64)
-        if M.ndim > 1 or not bool(M.isfinite().all()):
-            raise ValueError(
-                f"M={self.M!r}: expected a real number, or d real numbers for a diagonal"
-            )
 
     def scaled(self, x, params, key):
         M = torch.as_tensor(self.M, dtype=x.dtype, device=x.device)
         if M.ndim:
             check_dimension("M", M, x)
         return (-M * x if key else x) / self.c
-
-
-def check_product(product: float) -> None:
-    if product < LEAST:
-        raise ValueError(f"sigma * r={product:.3g}: expected >= {LEAST}; use a larger sigma")
 
 
 def column(constant: Tensor | float, like: Tensor, key: bool) -> Tensor:

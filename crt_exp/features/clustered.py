@@ -6,6 +6,7 @@ in closed form. Feature blocks are in the order (i, j).
 `fit` runs k-means on the vectors. An attention layer fits once and stores the clusters.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -141,9 +142,10 @@ class ClusteredHybrid(ClusteredMap):
         imaginary = params.imaginary.unflatten(-2, shape)
         key_size = (1 / size).transpose(-3, -2)
         key_imaginary = -imaginary.transpose(-3, -2)
-        of_queries = ClusteredSide(self, noise, params.queries, size, imaginary, key=False)
-        of_keys = ClusteredSide(self, noise, params.keys, key_size, key_imaginary, key=True)
-        return BoundMap(of_queries.features, of_keys.features)
+        return BoundMap(
+            features_of_side(self, noise, params.queries, size, imaginary, key=False),
+            features_of_side(self, noise, params.keys, key_size, key_imaginary, key=True),
+        )
 
     def log_relative_variance(self, x: Tensor, y: Tensor, params: Clusters) -> Tensor:
         """Return log(Var / K^2) of the active base."""
@@ -159,57 +161,51 @@ class ClusteredHybrid(ClusteredMap):
         return CERF(self.kernel).log_relative_variance(x, y, M)
 
 
-class ClusteredSide:
-    """Computes the features of queries or of keys, with the cluster of each token.
+def features_of_side(
+    phi: ClusteredHybrid,
+    noise: Noise,
+    centres: Tensor,
+    size: Tensor,
+    imaginary: Tensor,
+    key: bool,
+) -> Callable[[Tensor], Blocks]:
+    """Return the features of queries or of keys as a function of the vectors.
 
-    Features are those of the bases that the token's cluster forms with all clusters of the other side.
+    Features are those of the bases that a token's cluster forms with all clusters of the other side.
     """
+    others = size.shape[-2]
+    of_re = (size * (1 - imaginary.abs())).flatten(-2)  # (..., C, others d)
+    of_im = (size * imaginary).flatten(-2) if phi.field == "complex" else None
+    # coefficients of x_l^2 in Re (Mx)^2/2, plus |x|^2/2 for the Gaussian kernel
+    squares = size.square() * (1 - 2 * imaginary.abs()) + (phi.kernel == "gaussian")
+    of_half = squares.flatten(-3, -2) / 2
 
-    def __init__(
-        self,
-        phi: ClusteredHybrid,
-        noise: Noise,
-        centres: Tensor,
-        size: Tensor,
-        imaginary: Tensor,
-        key: bool,
-    ):
-        self.noise = noise
-        self.centres = centres
-        self.key = key
-        self.others = size.shape[-2]
-        self.re = (size * (1 - imaginary.abs())).flatten(-2)  # (..., C, others d)
-        self.im = None
-        if phi.field == "complex":
-            self.im = (size * imaginary).flatten(-2)
-        # coefficients of x_l^2 in Re (Mx)^2/2, plus |x|^2/2 for the Gaussian kernel
-        squares = size.square() * (1 - 2 * imaginary.abs()) + (phi.kernel == "gaussian")
-        self.half = squares.flatten(-3, -2) / 2
-
-    def features(self, x: Tensor) -> Blocks:
-        self.noise.check(x)
-        check_dimension("cluster centres", self.centres, x)
-        x = at_least_float32(x)
-        cluster = nearest_centre(x, self.centres)  # (..., L, 1)
-        re = self._scaled(x, cluster, self.re)  # (..., others L, d)
-        im = None if self.im is None else self._scaled(x, cluster, self.im)
-        halves = product(x.square(), self.half.to(x)).unflatten(-1, (-1, self.others))
-        half = take_rows(halves, cluster.unsqueeze(-1)).squeeze(-2)  # (..., L, others)
-        half = half.mT.flatten(-2).unsqueeze(-1)
-        value, log_scale = exponential(self.noise, re, im, 0.0, False, self.key, half)
-        if value is not ONE:
-            value = self._to_columns(value)
-        base = Features(value, self._to_columns(log_scale))
-        groups = self.others if self.key else 1
-        return Blocks((select_cluster(cluster, self.centres.shape[-2], base, groups),))
-
-    def _scaled(self, x: Tensor, cluster: Tensor, factors: Tensor) -> Tensor:
-        factors = take_rows(factors.to(x), cluster).unflatten(-1, (self.others, x.shape[-1]))
+    def scaled(x: Tensor, cluster: Tensor, factors: Tensor) -> Tensor:
+        factors = take_rows(factors.to(x), cluster).unflatten(-1, (others, x.shape[-1]))
         return (x.unsqueeze(-3) * factors.movedim(-2, -3)).flatten(-3, -2)
 
-    def _to_columns(self, t: Tensor) -> Tensor:
+    def to_columns(t: Tensor) -> Tensor:
         """Reshape (..., others L, D) to (..., L, others D)."""
-        return t.unflatten(-2, (self.others, -1)).movedim(-3, -2).flatten(-2)
+        return t.unflatten(-2, (others, -1)).movedim(-3, -2).flatten(-2)
+
+    def features(x: Tensor) -> Blocks:
+        noise.check(x)
+        check_dimension("cluster centres", centres, x)
+        x = at_least_float32(x)
+        cluster = nearest_centre(x, centres)  # (..., L, 1)
+        re = scaled(x, cluster, of_re)  # (..., others L, d)
+        im = None if of_im is None else scaled(x, cluster, of_im)
+        halves = product(x.square(), of_half.to(x)).unflatten(-1, (-1, others))
+        half = take_rows(halves, cluster.unsqueeze(-1)).squeeze(-2)  # (..., L, others)
+        half = half.mT.flatten(-2).unsqueeze(-1)
+        value, log_scale = exponential(noise, re, im, 0.0, False, key, half)
+        if value is not ONE:
+            value = to_columns(value)
+        base = Features(value, to_columns(log_scale))
+        groups = others if key else 1
+        return Blocks((select_cluster(cluster, centres.shape[-2], base, groups),))
+
+    return features
 
 
 @dataclass(frozen=True)
@@ -239,7 +235,7 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         shared: all bases use the same projections.
 
     >>> hybrid = GaussianMixtureHybrid(queries=1, keys=2)
-    >>> len(hybrid.components[1])  # a base of each pair of clusters, and the last
+    >>> len(hybrid.parts[1])  # a base of each pair of clusters, and the last
     3
     """
 
@@ -259,7 +255,7 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         """The coefficient of every pair of clusters."""
         return PairCoefficient(tau=self.tau)
 
-    def _build_components(self):
+    def _build_parts(self):
         bases: tuple[FeatureMap, ...] = (CERF(self.kernel, field=self.field),) * self.pairs
         if self.default is not None:
             bases = (*bases, BASES[self.default](self.kernel))

@@ -27,11 +27,12 @@ from crt_exp.features.base import (
     check_finite,
     cos_sin,
     log_cosh,
+    log_mean_exp2,
     values_readable,
 )
-from crt_exp.features.exponential import log_mean_exp2, sq_norm
+from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
-from crt_exp.samplers.noise import Nested, Noise, at_least_float32, no_autocast
+from crt_exp.samplers.noise import Noise, at_least_float32, no_autocast
 
 Field = Literal["real", "complex"]
 SIZES = (1e-2, 1e2)  # limits of |M_ll|; larger ratios give huge variance away from the centre
@@ -208,21 +209,17 @@ class Hedgehog(FeatureMap):
     estimates = False
     trainable = True
 
-    def projections(self, m: Nested) -> tuple[Projections, Projections]:
+    def projections(self, m: int) -> tuple[Projections, Projections]:
         return Projections(m, "queries", begin=""), Projections(m, "keys", begin="")
 
-    def width(self, m: Nested) -> int:
-        rows = m[0] if isinstance(m, tuple) else m
-        return 2 * rows
+    def width(self, m: int) -> int:
+        return 2 * m
 
     def phi_q(self, x, noise, params=()) -> Features:
         return _softmaxes(x, noise[0])
 
     def phi_k(self, y, noise, params=()) -> Features:
         return _softmaxes(y, noise[1])
-
-    def log_relative_second_moment(self, x, y, params=()):
-        raise NotImplementedError("hedgehog features estimate no kernel and have no variance")
 
     def log_kernel(self, x, y):
         raise NotImplementedError("hedgehog features estimate no kernel")

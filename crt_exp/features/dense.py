@@ -42,8 +42,8 @@ from crt_exp.features.exponential import (
     optimal_a,
     sq_norm,
 )
-from crt_exp.features.statistics import AnyMoments, Statistics
-from crt_exp.samplers.noise import Noise, at_least_float32, no_autocast
+from crt_exp.features.statistics import Moments, Statistics
+from crt_exp.samplers.noise import DenseNoise, Noise, at_least_float32, no_autocast
 
 LARGEST_D = 256  # of full matrices; larger ones take longer to decompose than the features
 # Ridge of the balance, relative to the mean square. It prevents overfitting to few vectors (10 vectors, d = 64:
@@ -63,14 +63,6 @@ class SDERFParams(NamedTuple):
     balance: Tensor | None
     choice: Tensor | None = None  # of AutoRF: index of the selected map, (..., 1, 1)
 
-    @property
-    def A(self) -> Tensor:
-        """The eigenvalues of A = (I - R^2) / 4, (..., 1, d)."""
-        sizes = self.root
-        if sizes.shape[-2] > 1:
-            sizes = torch.linalg.eigvalsh(sizes).unsqueeze(-2)
-        return (1 - sizes.square()) / 4
-
 
 @dataclass(frozen=True)
 class Dense(PositiveExponential):
@@ -78,6 +70,10 @@ class Dense(PositiveExponential):
 
     fitted = True
     transforms_inputs = True
+
+    @property
+    def one_map(self) -> bool:
+        return self.kernel != "softmax"
 
     def bind(self, noise: Noise, params: SDERFParams) -> BoundMap:
         weight = self._weight(noise, params)
@@ -109,28 +105,27 @@ class Dense(PositiveExponential):
             return x
         return torch.sub(x, h.to(x), alpha=0.5 / self.norm_weight)
 
-    def exponent(self, noise, params):
-        """Return rows omega R, scale None and bias; see `PositiveExponential.exponent`."""
+    def affine(self, noise, params):
+        """Return the rows omega R, and the bias without shift."""
         rows = _precise_times(noise.rows(), params.root)
         quadratic = noise.sq_norm - sq_norm(rows).mT  # 4 omega.A omega
-        bias = torch.add(self._constant(noise, params), quadratic, alpha=1 / 4)
-        if self.antithetic:
-            rows = torch.cat([rows, -rows], -2)
-            bias = torch.cat([bias, bias], -1)
-        if params.shift is not None and self.kernel == "softmax":
-            h = params.shift.to(rows)
-            bias = torch.add(bias, (rows * h).sum(-1).unsqueeze(-2), alpha=1 / 2)
-            bias = torch.add(bias, sq_norm(h), alpha=1 / 4)
-        return rows, None, bias
-
-    def _constant(self, noise: Noise, params: SDERFParams) -> Tensor:
         R = params.root.double()
         if R.shape[-2] == 1:
             log_det = R.log().sum(-1, keepdim=True)
         else:
             log_det = torch.linalg.slogdet(R)[1][..., None, None]
         log_width = math.log(self.width(noise.m))
-        return torch.rsub(log_det, -log_width / 2, alpha=-1 / 2).to(noise.sq_norm)
+        constant = torch.rsub(log_det, -log_width / 2, alpha=-1 / 2).to(quadratic)
+        bias = torch.add(constant, quadratic, alpha=1 / 4)
+        return DenseNoise(rows, noise.gaussian), None, bias
+
+    def exponent(self, noise, params):
+        rows, _, bias = super().exponent(noise, params)
+        if params.shift is not None and self.kernel == "softmax":
+            h = params.shift.to(rows)
+            bias = torch.add(bias, (rows * h).sum(-1).unsqueeze(-2), alpha=1 / 2)
+            bias = torch.add(bias, sq_norm(h), alpha=1 / 4)
+        return rows, None, bias
 
     def _principal(self, x, y, params):
         R = params.root.double()
@@ -169,9 +164,8 @@ class SDERF(Dense):
         ValueError: a balance with the Gaussian kernel, or (in `fit`) full matrices with d > 256.
 
     >>> x = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
-    >>> params = SDERF().fit(Statistics.of(x, x))
-    >>> params.root.shape, bool((params.A <= 0).all())
-    (torch.Size([4, 4]), True)
+    >>> SDERF().fit(Statistics.of(x, x)).root.shape
+    torch.Size([4, 4])
     """
 
     diagonal: bool = False
@@ -249,7 +243,7 @@ class SDERF(Dense):
             return params
         return params._replace(root=(R + R.mT) / 2)
 
-    def _spread(self, side: AnyMoments) -> Tensor:
+    def _spread(self, side: Moments) -> Tensor:
         """Return variances (..., 1, d), or the covariance (..., d, d)."""
         if not self.diagonal:
             return side.covariance
@@ -325,18 +319,14 @@ class AutoRF(Dense):
         ValueError: (in `fit`) the statistics hold no vectors.
 
     >>> x = torch.randn(2, 100, 4, generator=torch.Generator().manual_seed(0))
-    >>> AutoRF().fit(Statistics.of(x, x)).A.shape
-    torch.Size([2, 1, 4])
+    >>> AutoRF().fit(Statistics.of(x, x)).root.shape
+    torch.Size([2, 4, 4])
     """
 
     antithetic: bool = True
     trainable = False
     on_vectors = True
     until_fitted = "using A = 0 (FAVOR+)"
-
-    @property
-    def one_map(self) -> bool:
-        return self.kernel != "softmax"
 
     def candidates(self, d: int) -> dict[str, FeatureMap]:
         """Return the candidate maps for d dimensions, by name."""

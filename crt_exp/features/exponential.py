@@ -20,7 +20,6 @@ from pydantic import Field
 from torch import Tensor
 
 from crt_exp.features.base import (
-    LOG2,
     ONE,
     BoundMap,
     FeatureMap,
@@ -31,6 +30,7 @@ from crt_exp.features.base import (
     check_finite,
     cos_sin,
     log_cosh,
+    log_mean_exp2,
     scalar,
     values_readable,
 )
@@ -38,9 +38,7 @@ from crt_exp.features.statistics import Statistics, log_0f1
 from crt_exp.samplers.noise import (
     Noise,
     at_least_float32,
-    match_float64,
     no_autocast,
-    transforming,
 )
 from crt_exp.validation import Complex
 
@@ -64,10 +62,18 @@ def sq_norm(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Trigonometric(FeatureMap):
-    """Base class: cosines and sines of projections, M = 2m, cosines first.
+class TrigRF(FeatureMap):
+    """Random Fourier features (CRT 2.2, Performers 2.3).
 
-    Subclasses transform the random projections in `directions`.
+    Features are bounded for the Gaussian kernel. Estimates are exact at x = y and may be negative. M = 2m: cosines,
+    then sines. Subclasses for other kernels transform the random projections in `directions`.
+
+    >>> from crt_exp.samplers import orthogonal
+    >>> phi = TrigRF(kernel="gaussian")
+    >>> noise = orthogonal(64, 4, torch.Generator().manual_seed(0))
+    >>> features = phi.phi_q(torch.ones(3, 4), noise).exp()
+    >>> features.shape, float(features[0] @ features[1]) > 1 - 1e-5
+    (torch.Size([3, 128]), True)
     """
 
     def width(self, m: int) -> int:
@@ -80,38 +86,16 @@ class Trigonometric(FeatureMap):
         noise = self.directions(noise)
 
         def phi(x: Tensor) -> Features:
-            return self.of_projections(x, match_float64(noise, x.dtype).project(x))
+            return self.of_projections(x, noise.project(x))
 
         return BoundMap(phi, phi)
 
     def of_projections(self, x: Tensor, phase: Tensor) -> Features:
         """Return the features of x (..., L, d) with projections (..., L, m)."""
-        return Features(cos_sin(phase), self._log_scale(x, phase))
-
-    def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
-        return torch.full_like(phase[..., :1], -math.log(phase.shape[-1]) / 2)
-
-
-@dataclass(frozen=True)
-class TrigRF(Trigonometric):
-    """Random Fourier features (CRT 2.2, Performers 2.3).
-
-    Features are bounded for the Gaussian kernel. Estimates are exact at x = y and may be negative. M = 2m: cosines,
-    then sines.
-
-    >>> from crt_exp.samplers import orthogonal
-    >>> phi = TrigRF(kernel="gaussian")
-    >>> noise = orthogonal(64, 4, torch.Generator().manual_seed(0))
-    >>> features = phi.phi_q(torch.ones(3, 4), noise).exp()
-    >>> features.shape, float(features[0] @ features[1]) > 1 - 1e-5
-    (torch.Size([3, 128]), True)
-    """
-
-    def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
-        log_scale = super()._log_scale(x, phase)
+        log_scale = torch.full_like(phase[..., :1], -math.log(phase.shape[-1]) / 2)
         if self.kernel == "softmax":
             log_scale = log_scale + sq_norm(at_least_float32(x)) / 2
-        return log_scale
+        return Features(cos_sin(phase), log_scale)
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
         return log_cosh((x.double() - y.double()).square().sum(-1))  # Performers Lemma 2
@@ -139,20 +123,17 @@ class PositiveExponential(FeatureMap):
     def width(self, m: int) -> int:
         return 2 * m if self.antithetic else m
 
-    def affine(self, noise: Noise, params) -> tuple[Tensor | None, Tensor | float]:
-        """Return scale (..., 1, 1), or None for 1, and bias (..., 1, m).
+    def affine(self, noise: Noise, params) -> tuple[Noise, Tensor | None, Tensor]:
+        """Return projections, scale (..., 1, 1), or None for 1, and bias (..., 1, m or 1).
 
         The bias holds log D + A |omega|^2 - log(M)/2.
         """
-        return None, -math.log(self.width(noise.m)) / 2
-
-    def directions(self, noise: Noise) -> Noise:
-        return noise
+        log_width = math.log(self.width(noise.m))
+        return noise, None, noise.tensors()[0].new_full((1, 1), -log_width / 2)
 
     def bind(self, noise, params=()) -> BoundMap:
         if noise.matrix_free:
-            noise = self.directions(noise)
-            scale, bias = self.affine(noise, params)
+            noise, scale, bias = self.affine(noise, params)
             phi = partial(self._phi_matrix_free, noise=noise, scale=scale, bias=bias)
         else:
             phi = partial(self._phi, noise=noise, weight=self._weight(noise, params))
@@ -174,19 +155,15 @@ class PositiveExponential(FeatureMap):
             return Features(ONE, inputs @ weight.to(x.dtype).mT)
 
     def _phi_matrix_free(
-        self, x: Tensor, noise: Noise, scale: Tensor | None, bias: Tensor | float
+        self, x: Tensor, noise: Noise, scale: Tensor | None, bias: Tensor
     ) -> Features:
         x = at_least_float32(x)
-        if isinstance(bias, Tensor):
-            bias = bias.to(x.dtype)
-        scaled = x
-        if scale is not None:
-            scaled = x * scale.to(x.dtype)
+        scaled = x if scale is None else x * scale.to(x.dtype)
         return self.of_projections(x, noise.project(scaled), bias)
 
-    def of_projections(self, x: Tensor, projected: Tensor, bias: Tensor | float) -> Features:
+    def of_projections(self, x: Tensor, projected: Tensor, bias: Tensor) -> Features:
         """Return the features of x (..., L, d) with scaled projections (..., L, m)."""
-        offset = bias - self.norm_weight * sq_norm(x)
+        offset = bias.to(x.dtype) - self.norm_weight * sq_norm(x)
         return Features(ONE, both_signs(offset, projected, self.antithetic))
 
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -196,11 +173,9 @@ class PositiveExponential(FeatureMap):
         `transform_inputs`. Attention engines compute features from these tensors. Antithetic maps return both signs of
         each row.
         """
-        noise = self.directions(noise)
-        scale, bias = self.affine(noise, params)
+        noise, scale, bias = self.affine(noise, params)
         rows = noise.rows()
-        bias = torch.as_tensor(bias, dtype=rows.dtype, device=rows.device)
-        bias = bias.expand(*bias.shape[:-1] or (1,), noise.m)
+        bias = bias.expand(*bias.shape[:-1], noise.m)
         if self.antithetic:
             rows = torch.cat([rows, -rows], -2)
             bias = torch.cat([bias, bias], -1)
@@ -261,16 +236,20 @@ class SMREG(PositiveExponential):
 
     trainable = False
 
-    def directions(self, noise: Noise) -> Noise:
-        return noise.on_sphere()
+    def affine(self, noise, params):
+        return super().affine(noise.on_sphere(), params)
 
     def log_kernel(self, x, y) -> Tensor:
-        n, s_plus = _norms(x, y)
-        return log_0f1(x.shape[-1] / 2, x.shape[-1] * s_plus / 4) - self.norm_weight * n
+        x = x.double()
+        y = y.double()
+        d = x.shape[-1]
+        squares = x.square().sum(-1) + y.square().sum(-1)
+        s_plus = (x + y).square().sum(-1)
+        return log_0f1(d / 2, d * s_plus / 4) - self.norm_weight * squares
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
         d = x.shape[-1]
-        _, s_plus = _norms(x, y)
+        s_plus = (x.double() + y.double()).square().sum(-1)
         first = 2 * log_0f1(d / 2, d * s_plus / 4)
         second = log_0f1(d / 2, d * s_plus)
         if not self.antithetic:
@@ -307,7 +286,7 @@ class OPRF(PositiveExponential):
     def fit(self, stats: Statistics) -> OPRFParams:
         if self.A is not None:
             return OPRFParams(scalar(self.A))
-        A = check_finite(optimal_a(stats.mean_sq_sum, stats.d), "A")
+        A = check_finite(optimal_a(stats.mean_s(1), stats.d), "A")
         return OPRFParams(A[..., None, None])
 
     def unfitted(self, d: int) -> OPRFParams:
@@ -322,7 +301,7 @@ class OPRF(PositiveExponential):
         square = torch.rsub(A, 1, alpha=4)  # 1 - 4A
         log_d = torch.rsub(square.log(), -math.log(self.width(noise.m)) / 2, alpha=-noise.d / 4)
         bias = torch.addcmul(log_d, A, norms).to(norms.dtype)
-        return square.sqrt(), bias
+        return noise, square.sqrt(), bias
 
     def _principal(self, x, y, params):
         check_a(params.A)
@@ -352,6 +331,7 @@ class GERF(FeatureMap):
     s: Literal["auto", 1, -1] = "auto"
     A: Complex | None = None
 
+    one_map = False
     fixed = "A"
     moments = ("mean", "mean_sq")
 
@@ -372,39 +352,36 @@ class GERF(FeatureMap):
                 A = A.real
             return GERFParams(A, torch.tensor([[self.s]]))
         if self.s != "auto":
-            A, _, s = self._best(stats, self.s)
+            A, _ = self._best(stats, self.s)
+            s = torch.full_like(A, self.s, dtype=torch.long)
         else:
-            positive = self._best(stats, 1)
-            negative = self._best(stats, -1)
-            better = negative[1] < positive[1]
-            A = torch.where(better, negative[0], positive[0])
-            s = torch.where(better, negative[2], positive[2])
+            positive, moment = self._best(stats, 1)
+            negative, other = self._best(stats, -1)
+            better = other < moment
+            A = torch.where(better, negative, positive)
+            s = torch.where(better, -1, 1)
         return GERFParams(A[..., None, None], s[..., None, None])
 
-    def _best(self, stats: Statistics, s: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return A, log second moment and s, each of the batch shape."""
+    def _best(self, stats: Statistics, s: int) -> tuple[Tensor, Tensor]:
+        """Return A and the log second moment, each of the batch shape."""
+        mean_s = stats.mean_s(s)
         if s == 1:
-            mean_s = stats.mean_sq_sum
             A = optimal_a(mean_s, stats.d)
             log_kernel_sq = mean_s - 2 * stats.mean_norms
         else:
-            mean_s = stats.mean_sq_diff
             A = optimal_a_trig(mean_s, stats.d)
             log_kernel_sq = -mean_s
         A = check_finite(A, "A")
         ratio = gerf_log_relative_second_moment(A, s, mean_s, stats.d)
-        return A, ratio + log_kernel_sq, torch.full_like(mean_s, s, dtype=torch.long)
+        return A, ratio + log_kernel_sq
 
-    def phi_q(self, x, noise, params) -> Features:
-        return self._phi(x, noise, params, key=False)
+    def bind(self, noise, params=()) -> BoundMap:
+        phi = partial(self._phi, noise=noise, params=params)
+        return BoundMap(partial(phi, key=False), partial(phi, key=True))
 
-    def phi_k(self, y, noise, params) -> Features:
-        return self._phi(y, noise, params, key=True)
-
-    def _phi(self, x, noise, params, key: bool) -> Features:
+    def _phi(self, x: Tensor, noise: Noise, params: GERFParams, key: bool) -> Features:
         """Return [Re f, Im f] for queries and [Re f, -Im f] for keys."""
         x = at_least_float32(x)
-        noise = match_float64(noise, x.dtype)
         norms = noise.sq_norm
         A = params.A.to(torch.complex128).to(norms.device)
         s = params.s.to(norms.device)
@@ -456,23 +433,6 @@ def gerf_log_relative_second_moment(A: Tensor, s: Tensor | int, s_s: Tensor, d: 
     slope = (s * (1 + size * cosine) + torch.sqrt(size * double)) / (2 * size * cosine) - s
     high = d / 2 * torch.log(double / (4 * cosine)) + slope * s_s
     return log_mean_exp2(high, low.real, low.imag)
-
-
-def log_mean_exp2(high: Tensor, low: Tensor, phase: Tensor | float = 0.0) -> Tensor:
-    """Return log((e^high + e^low cos(phase)) / 2) for low <= high.
-
-    The result is accurate if both are near 0.
-    """
-    low = torch.minimum(low, high)
-    mid = (high + low) / 2
-    half = (high - low) / 2
-    phase = torch.as_tensor(phase, dtype=high.dtype)
-    near = half.clamp(max=1.0)
-    excess = 2 * torch.sinh(near / 2).square()
-    lost = torch.exp(-near) * torch.sin(phase / 2).square()
-    small = mid + torch.log1p(excess - lost)
-    large = high - LOG2 + torch.log1p(torch.exp(-2 * half) * phase.cos())
-    return torch.where(half > 1, large, small)
 
 
 def optimal_a(s: Tensor, d: int = 1) -> Tensor:
@@ -533,13 +493,5 @@ def check_a(A: Tensor | complex) -> None:
 
 def format_entries(t: Tensor) -> str:
     """Format the first entries of a tensor in one line; inside torch.func the mapped ones too."""
-    values = torch.func.debug_unwrap(t) if transforming() else t
-    return ", ".join(f"{value:g}" for value in values.flatten()[:4].tolist())
-
-
-def _norms(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return N and |x + y|^2, float64."""
-    x = x.double()
-    y = y.double()
-    squares = x.square().sum(-1) + y.square().sum(-1)
-    return squares, (x + y).square().sum(-1)
+    entries = torch.func.debug_unwrap(t).flatten()[:4]
+    return ", ".join(f"{value:g}" for value in entries.tolist())

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from crt_exp.features.base import (
     BoundMap,
+    Composite,
     FeatureMap,
     Params,
-    Projections,
+    check_independent,
+    requests_of,
 )
 from crt_exp.features.blocks import (
     AngularCoefficient,
-    BipolarCoefficient,
     BipolarGaussianCoefficient,
     Block,
     Blocks,
@@ -34,6 +35,7 @@ from crt_exp.features.blocks import (
     GaussianCoefficient,
     InBlocks,
     column,
+    indicators_of_equal_signs,
 )
 from crt_exp.features.complex_exponential import CERF
 from crt_exp.features.exponential import (
@@ -41,28 +43,23 @@ from crt_exp.features.exponential import (
     OPRF,
     SMREG,
     HypRF,
-    PositiveExponential,
     PosRF,
     TrigRF,
 )
-from crt_exp.features.statistics import Statistics
 from crt_exp.samplers.noise import (
     DenseNoise,
     Nested,
     at_least_float32,
-    leaves,
-    map_leaves,
-    share_leaf,
 )
 from crt_exp.validation import Count, Positive, Several, check_options, split_words, unknown
 
 
 @dataclass(frozen=True)
-class HybridMap(InBlocks):
+class HybridMap(InBlocks, Composite):
     """Base class of hybrid maps.
 
     Projections and parameters are pairs of tuples: one entry per coefficient, and one entry per base. m is the number
-    of projections of each base, or the pair (n, m).
+    of projections of each base.
 
     Args:
         n: projections of each coefficient; None: as many as each base.
@@ -76,68 +73,41 @@ class HybridMap(InBlocks):
 
     def __post_init__(self):
         super().__post_init__()
-        _ = self.components  # building parts checks their options
+        _ = self.parts  # building parts checks their options
 
     @abstractmethod
-    def _build_components(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
+    def _build_parts(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
         """Return the coefficients and bases; called once."""
 
     @cached_property
-    def components(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
+    def parts(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
         """The p coefficients and p + 1 bases; the last base has weight 1 - sum lambda."""
-        return self._build_components()
+        return self._build_parts()
 
-    @property
-    def fitted(self) -> bool:
-        return any(part.fitted for part in leaves(self.components))
-
-    @property
-    def second_moments(self) -> bool:
-        return any(part.second_moments for part in leaves(self.components))
-
-    def projections(self, m: Nested) -> Nested:
-        coefficients, bases = self.components
-        n, m = self._counts(m)
+    def projections(self, m: int) -> Nested:
+        coefficients, bases = self.parts
         one_noise = len(coefficients) == 1 or self.one_coefficient_noise
         return (
-            _rename("coefficient", one_noise, coefficients, n),
-            _rename("base", self.shared, bases, m),
+            requests_of(coefficients, self.n or m, _names("coefficient", one_noise, coefficients)),
+            requests_of(bases, m, _names("base", self.shared, bases)),
         )
 
-    def width(self, m: Nested) -> int:
-        coefficients, bases = self.components
-        n, m = self._counts(m)
-        columns = [part.width(k) for part, k in zip(coefficients, n)]
-        if len(coefficients) == 1:
-            columns.append(coefficients[0].complement_width(n[0]))
-        else:
-            columns.append(1 + sum(part.columns * k for part, k in zip(coefficients, n)))
-        return sum(r * base.width(k) for r, base, k in zip(columns, bases, m))
-
-    def _counts(self, m: Nested) -> tuple[tuple, tuple]:
-        """Return the numbers of projections of each coefficient and of each base."""
-        coefficients, bases = self.components
+    def width(self, m: int) -> int:
+        coefficients, bases = self.parts
         n = self.n or m
-        if isinstance(m, tuple):
-            n, m = m
-        if not isinstance(n, tuple):
-            n = (n,) * len(coefficients)
-        if not isinstance(m, tuple):
-            m = (m,) * len(bases)
-        return n, m
+        columns = [part.width(n) for part in coefficients]
+        rest = int(not self._indicators) + 2 * n * len(coefficients)
+        return sum(r * base.width(m) for r, base in zip([*columns, rest], bases))
 
-    def fit(self, stats: Statistics) -> Params:
-        coefficients, bases = self.components
-        return tuple(part.fit(stats) for part in coefficients), tuple(
-            base.fit(stats) for base in bases
-        )
+    @property
+    def _indicators(self) -> bool:
+        """Whether 1 - lambda needs no constant column."""
+        coefficients, _ = self.parts
+        return len(coefficients) == 1 and isinstance(coefficients[0], AngularCoefficient)
 
     def _check(self, noise: Nested, params: Nested) -> None:
-        if not isinstance(noise, tuple) or len(noise) != 2 or share_leaf(*noise):
-            raise ValueError(
-                "noise: expected independent projections for the two parts; use phi.noise(m, draw)"
-            )
-        sizes = [len(parts) for parts in self.components]
+        check_independent(noise)
+        sizes = [len(parts) for parts in self.parts]
         for name, value in (("noise", noise), ("params", params)):
             if [len(parts) for parts in value] != sizes:
                 raise ValueError(
@@ -147,7 +117,7 @@ class HybridMap(InBlocks):
 
     def bind(self, noise, params) -> BoundMap:
         self._check(noise, params)
-        coefficients, bases = self.components
+        coefficients, bases = self.parts
         bound = [base.bind(n, p) for base, n, p in zip(bases, noise[1], params[1])]
         coefficient_parts = list(zip(coefficients, noise[0], params[0]))
 
@@ -166,9 +136,9 @@ class HybridMap(InBlocks):
 
         They are [sqrt|a|, rho] of its coefficient; the last base has the columns of 1 - sum lambda.
         """
-        coefficients, _ = self.components
-        if len(coefficients) == 1:
-            rest = coefficients[0].complement_columns(rhos[0], params[0], key)
+        coefficients, _ = self.parts
+        if self._indicators:
+            rest = indicators_of_equal_signs(rhos[0], key)
         else:
             constants = [part.constant(p) for part, p in zip(coefficients, params)]
             columns = [column(1 - sum(constants), rhos[0], key)]
@@ -197,7 +167,7 @@ class HybridMap(InBlocks):
         """
         x = x.double()
         y = y.double()
-        bases = list(zip(self.components[1], params[1]))
+        bases = list(zip(self.parts[1], params[1]))
         moments = self._moments(x, y, params[0], n)
         logs = []
         for k, (base, p) in enumerate(bases):
@@ -221,7 +191,7 @@ class HybridMap(InBlocks):
 
         The entries sum to 1.
         """
-        coefficients, _ = self.components
+        coefficients, _ = self.parts
         means = [part.mean(x, y, p) for part, p in zip(coefficients, params)]
         means.append(1 - torch.as_tensor(sum(means)))
         moments = []
@@ -238,7 +208,7 @@ class HybridMap(InBlocks):
     def _covariances(self, x: Tensor, y: Tensor, params: tuple) -> dict[tuple[int, int], Tensor]:
         """Return the covariances, not 0, of coefficients with one projection, by their numbers."""
         variances = {}
-        for k, (part, p) in enumerate(zip(self.components[0], params)):
+        for k, (part, p) in enumerate(zip(self.parts[0], params)):
             variances[k, k] = part.variance(x, y, p)
         return variances
 
@@ -267,7 +237,7 @@ class Hybrid(HybridMap):
     coefficients: Several[Coefficient | str] = ()
     bases: Several[FeatureMap | str] = ()
 
-    def _build_components(self):
+    def _build_parts(self):
         coefficients = tuple(
             build_part("coefficients", part, COEFFICIENTS) for part in self.coefficients
         )
@@ -306,14 +276,11 @@ class Bipolar(HybridMap):
     base: Literal["hyp", "pos"] = "hyp"
 
     @abstractmethod
-    def coefficient(self) -> BipolarCoefficient: ...
+    def coefficient(self) -> Coefficient: ...
 
-    def positive(self) -> PositiveExponential:
-        """Return the positive base."""
-        return HypRF(self.kernel) if self.base == "hyp" else PosRF(self.kernel)
-
-    def _build_components(self):
-        return (self.coefficient(),), (self.positive(), TrigRF(self.kernel))
+    def _build_parts(self):
+        positive = BASES[self.base](self.kernel)
+        return (self.coefficient(),), (positive, TrigRF(self.kernel))
 
     def bind(self, noise, params) -> BoundMap:
         """Bind both maps; shared projections need one matrix product."""
@@ -322,10 +289,9 @@ class Bipolar(HybridMap):
         if omega is not other or omega.matrix_free or omega.batch != tau.batch:
             return super().bind(noise, params)
         rows = DenseNoise(torch.cat([tau.rows(), omega.rows()], -2), gaussian=False)
-        coefficient = self.coefficient()
-        positive = self.positive()
-        trigonometric = TrigRF(self.kernel)
-        _, bias = positive.affine(omega, ())
+        parts: Any = self.parts
+        (coefficient,), (positive, trigonometric) = parts
+        _, _, bias = positive.affine(omega, ())
 
         def features(x: Tensor, key: bool) -> Blocks:
             tau_x, omega_x = rows.project(x).split([tau.m, omega.m], -1)
@@ -352,11 +318,6 @@ class AngularHybrid(Bipolar):
     >>> AngularHybrid().log_variance(x, -x, AngularHybrid().fit(None)).item()
     -inf
     """
-
-    def rank(self, m: Nested) -> int:
-        """Return 4m (n + 1), the dimension in HRF, which has a = 1/2 and no indicators."""
-        (n,), m = self._counts(m)
-        return (n + 1) * sum(base.width(k) for base, k in zip(self.components[1], m))
 
     def coefficient(self):
         return AngularCoefficient()
@@ -414,11 +375,6 @@ def _pair_vector(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:
     )
 
 
-def _rename(name: str, equal: bool, parts: tuple, counts: tuple) -> tuple:
-    """Return the requests of each part, named `name`, numbered unless they are equal."""
-    requests = []
-    for i, (part, count) in enumerate(zip(parts, counts)):
-        prefix = name if equal else f"{name}_{i}"
-        rename = partial(Projections.of_part, prefix=prefix)
-        requests.append(map_leaves(rename, part.projections(count)))
-    return tuple(requests)
+def _names(name: str, equal: bool, parts: tuple) -> list[str]:
+    """Return a name for each part, numbered unless they are equal."""
+    return [name if equal else f"{name}_{i}" for i in range(len(parts))]

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.base import FeatureMap, check_finite, fit_sets, stack_params
-from crt_exp.features.dense import Dense, SDERFParams, balance
+from crt_exp.features.dense import Dense, balance
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers import orthogonal
@@ -85,10 +85,6 @@ class Mixture(Dense):
             raise ValueError("antithetic=true: not supported by Mixture; use antithetic=false")
 
     @property
-    def one_map(self) -> bool:
-        return self.kernel != "softmax"
-
-    @property
     def fixes_scale(self) -> bool:
         return self.weights == "unbiased"
 
@@ -111,9 +107,6 @@ class Mixture(Dense):
             raise ValueError("size=None: expected an integer >= 1; use mixture.of_size(m)")
         return self.size
 
-    def admitted(self, params: MixtureParams) -> MixtureParams:
-        return params  # all invertible balances and all centres are valid
-
     # ---- features
 
     def exponent(self, noise, params):
@@ -129,13 +122,7 @@ class Mixture(Dense):
         log_density = (centres @ rows.mT - sq_norm(centres) / 2).logsumexp(-2, keepdim=True)
         return rows, None, -log_density / 2
 
-    def log_relative_second_moment(self, x, y, params) -> Tensor:
-        """Return the moment exp|s - c|^2; closed form for one unbiased centre only."""
-        centres = params.centres
-        if self.weights == "fitted" or centres.shape[-2] > 1:
-            return FeatureMap.log_relative_second_moment(self, x, y, params)
-        shifted = SDERFParams(torch.ones_like(centres), centres, params.balance)
-        return super().log_relative_second_moment(x, y, shifted)
+    log_relative_second_moment = FeatureMap.log_relative_second_moment  # no closed form
 
     # ---- fit
 

@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -19,24 +19,22 @@ from torch import Tensor
 
 from crt_exp.features.base import (
     BoundMap,
+    Composite,
     FeatureMap,
     Features,
     Params,
-    Projections,
     check_gaussian,
+    check_independent,
     concatenate,
     outer,
+    requests_of,
 )
-from crt_exp.features.exponential import Trigonometric
-from crt_exp.features.statistics import Statistics, angle
+from crt_exp.features.exponential import TrigRF
+from crt_exp.features.statistics import angle
 from crt_exp.samplers.noise import (
     DenseNoise,
     Nested,
     Noise,
-    map_leaves,
-    match_float64,
-    share_leaf,
-    transforming,
 )
 from crt_exp.validation import Positive
 
@@ -45,7 +43,7 @@ POINTS = 1500  # of the table of its distribution
 
 
 @dataclass(frozen=True)
-class SpectralRF(Trigonometric):
+class SpectralRF(TrigRF):
     """Base class for shift-invariant kernels other than the Gaussian kernel."""
 
     own_kernel = True
@@ -66,20 +64,14 @@ class RadialRF(SpectralRF):
         """Rescale the projections.
 
         Raises:
-            ValueError: all projections have one length, so their lengths are not chi-distributed; or torch.func maps
-                over projections.
+            ValueError: all projections have one length, so their lengths are not chi-distributed.
         """
-        name = type(self).__name__
-        sq_norm = noise.sq_norm.double().clamp(min=1e-300).cpu()
-        values = torch.func.debug_unwrap(sq_norm) if transforming() else sq_norm
-        if values.shape != sq_norm.shape:
-            raise ValueError(
-                f"{name}: torch.func cannot map over projections; map over the vectors"
-            )
+        values = torch.func.debug_unwrap(noise.sq_norm.double().clamp(min=1e-300).cpu())
         # inside torch.func, numpy() fails
         squares = np.array(values.tolist()).reshape(values.shape)
         spread = squares.max() - squares.min()
         if not noise.gaussian and noise.m > 1 and spread < 1e-6 * squares.max():
+            name = type(self).__name__
             raise ValueError(
                 f"lengths=sqrt_d or fixed: {name} needs chi-distributed lengths; use chi"
             )
@@ -221,7 +213,7 @@ class ArcCosineRF(FeatureMap):
 
     def bind(self, noise, params=()) -> BoundMap:
         def phi(x: Tensor) -> Features:
-            projected = match_float64(noise, x.dtype).project(x)
+            projected = noise.project(x)
             half = projected.new_tensor(0.5)  # value of the step function at 0
             value = projected.relu() if self.order else torch.heaviside(projected, half)
             return Features(value, torch.full_like(projected[..., :1], math.log(2 / noise.m) / 2))
@@ -255,101 +247,69 @@ class ArcCosineRF(FeatureMap):
         return torch.where(kernel == -torch.inf, 0.0, ratio.clamp(min=0))
 
 
-@dataclass(frozen=True)
-class Composite(FeatureMap):
-    """Base class of maps with parts.
-
-    Projections and parameters are tuples with one entry per part. m is one number or such a tuple. `kernel` is that of
-    the parts; if they differ, one that is not softmax.
-    """
+@dataclass(frozen=True, init=False)
+class Algebra(Composite):
+    """Base class of sums and products of independent estimates."""
 
     kernel: str | None = None  # type: ignore[assignment]
     parts: tuple[FeatureMap, ...] = ()
 
-    one_map = False
+    def __init__(self, *parts: FeatureMap):
+        # the kernel of the parts; if they differ, one that is not softmax
+        kernel = min((part.kernel for part in parts), key=lambda kernel: kernel == "softmax")
+        vars(self).update(parts=parts)
+        super().__init__(kernel)
 
-    @property
-    def fitted(self) -> bool:
-        return any(part.fitted for part in self.parts)
+    def projections(self, m: int) -> Nested:
+        return requests_of(self.parts, m, [str(i) for i in range(len(self.parts))])
 
-    @property
-    def second_moments(self) -> bool:
-        return any(part.second_moments for part in self.parts)
+    def zip_parts(self, *values: tuple) -> Iterator[tuple]:
+        """Iterate over the parts and their entries of tuples.
 
-    def widths(self, m) -> list[int]:
-        """Return the number of features of each part."""
-        return [part.width(k) for part, k in self.zip_parts(m)]
-
-    def projections(self, m) -> Nested:
-        requests = []
-        for i, (part, k) in enumerate(self.zip_parts(m)):
-            rename = partial(Projections.of_part, prefix=str(i))
-            requests.append(map_leaves(rename, part.projections(k)))
-        return tuple(requests)
-
-    def fit(self, stats: Statistics) -> Params:
-        return tuple(part.fit(stats) for part in self.parts)
+        Raises:
+            ValueError: a tuple has not one entry per part.
+        """
+        for value in values:
+            if len(value) != len(self.parts):
+                raise ValueError(
+                    f"noise, params: {len(value)} entries, expected {len(self.parts)}, one per part"
+                )
+        return zip(self.parts, *values)
 
     def bind_parts(self, noise: Nested, params: Params) -> list[BoundMap]:
         """Bind each part."""
         return [part.bind(n, p) for part, n, p in self.zip_parts(noise, params)]
 
-    def zip_parts(self, *values: Nested) -> Iterator[tuple]:
-        """Iterate over the parts and their entries of tuples; all else is repeated.
-
-        Raises:
-            ValueError: a tuple has not one entry per part.
-        """
-        count = len(self.parts)
-        columns = []
-        for value in values:
-            entries = value if isinstance(value, tuple) else (value,) * count
-            if len(entries) != count:
-                raise ValueError(
-                    f"noise, params: {len(entries)} entries, expected {count}, one per part"
-                )
-            columns.append(entries)
-        return zip(self.parts, *columns)
-
 
 @dataclass(frozen=True, init=False)
-class Sum(Composite):
-    """Estimates sum_i weights_i K_i by concatenated features.
+class Sum(Algebra):
+    """Estimates sum_i weights_i K_i by concatenated features with independent projections.
 
     Args:
         weights: may be negative; default 1.
-        shared: all parts use the same projections. The estimate stays unbiased, but `log_variance` is not available.
 
     Raises:
         ValueError: there are no parts, or another number of weights.
 
     >>> from crt_exp.features import PosRF, TrigRF
-    >>> Sum(TrigRF(), PosRF(), weights=[0.5, 0.5]).width((8, 16))
-    32
+    >>> Sum(TrigRF(), PosRF(), weights=[0.5, 0.5]).width(8)
+    24
     """
 
     weights: tuple[float, ...] = ()
-    shared: bool = False
 
-    def __init__(
-        self, *parts: FeatureMap, weights: Sequence[float] | None = None, shared: bool = False
-    ):
+    def __init__(self, *parts: FeatureMap, weights: Sequence[float] | None = None):
         if not parts:
             raise ValueError("parts: empty; expected at least one")
         if weights is None:
             weights = (1.0,) * len(parts)
         if len(weights) != len(parts):
             raise ValueError(f"weights: {len(weights)}, expected {len(parts)}, one per part")
-        vars(self).update(weights=tuple(weights), shared=shared)
-        super().__init__(common_kernel(parts), parts)
+        vars(self).update(weights=tuple(weights))
+        super().__init__(*parts)
 
-    def projections(self, m) -> Nested:
-        if not self.shared:
-            return super().projections(m)
-        return tuple(part.projections(k) for part, k in self.zip_parts(m))
-
-    def width(self, m) -> int:
-        return sum(self.widths(m))
+    def width(self, m: int) -> int:
+        return sum(part.width(m) for part in self.parts)
 
     def bind(self, noise, params) -> BoundMap:
         bound = self.bind_parts(noise, params)
@@ -374,41 +334,29 @@ class Sum(Composite):
         return torch.log1p((self.log_variance(x, y, params) - 2 * log_kernel).exp())
 
     def log_variance(self, x, y, params) -> Tensor:
-        """Return the log variance for independent parts.
-
-        Raises:
-            NotImplementedError: the parts share projections.
-        """
-        if self.shared:
-            raise NotImplementedError(
-                "Sum with shared projections: no closed-form variance; use shared=False"
-            )
         logs = [part.log_variance(x, y, p) for part, p in self.zip_parts(params)]
         return _log_weighted_sum(torch.stack(logs), [weight**2 for weight in self.weights])
 
 
 @dataclass(frozen=True, init=False)
-class Product(Composite):
+class Product(Algebra):
     """Estimates K_1 K_2 by the outer product of features with independent projections.
 
-    `width((m1, m2))` = M1 M2. Feature (i, j) has index i * M2 + j.
+    M = M1 M2. Feature (i, j) has index i * M2 + j.
 
     >>> from crt_exp.features import PosRF, TrigRF
-    >>> Product(TrigRF(), PosRF()).width((8, 16))
-    256
+    >>> Product(TrigRF(), PosRF()).width(8)
+    128
     """
 
     def __init__(self, first: FeatureMap, second: FeatureMap):
-        super().__init__(common_kernel((first, second)), (first, second))
+        super().__init__(first, second)
 
-    def width(self, m) -> int:
-        return math.prod(self.widths(m))
+    def width(self, m: int) -> int:
+        return math.prod(part.width(m) for part in self.parts)
 
     def bind(self, noise, params) -> BoundMap:
-        if not isinstance(noise, tuple) or len(noise) != 2 or share_leaf(*noise):
-            raise ValueError(
-                "noise: expected a pair of independent projections; use phi.noise(m, draw)"
-            )
+        check_independent(noise)
         first, second = self.bind_parts(noise, params)
         return BoundMap(
             lambda x: outer(first.phi_q(x).dense(), second.phi_q(x).dense()),
@@ -421,12 +369,6 @@ class Product(Composite):
     def log_relative_second_moment(self, x, y, params) -> Tensor:
         moments = [part.log_relative_second_moment(x, y, p) for part, p in self.zip_parts(params)]
         return moments[0] + moments[1]
-
-
-def common_kernel(parts: Sequence[FeatureMap]) -> str:
-    """Return the kernel of the parts; if they differ, one that is not softmax."""
-    kernels = [part.kernel for part in parts]
-    return min(kernels, key=lambda kernel: kernel == "softmax")
 
 
 def _scaled(f: Features, scale: float) -> Features:

@@ -7,27 +7,24 @@ y[..., None, :, :])`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from crt_exp.samplers.noise import at_least_float32, cached_property, transforming
+from crt_exp.validation import check
 
 Kernel = Literal["softmax", "gaussian"]
 POWERS = {"mean": 1, "mean_sq": 2, "mean_abs": 1, "second": 2}  # of the vectors, by average
 
 
-def check_kernel(kernel: str) -> None:
-    if kernel not in get_args(Kernel):
-        raise ValueError(f"kernel={kernel}: expected {' or '.join(get_args(Kernel))}")
-
-
 def log_kernel(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
     """Return log SM(x, y) = x.y or log K(x, y) = -|x - y|^2 / 2, in nats."""
-    check_kernel(kernel)
+    check("kernel", kernel, Kernel)
     if kernel == "softmax":
         return (x * y).sum(-1)
     return -(x - y).square().sum(-1) / 2
@@ -189,10 +186,18 @@ class Moments:
         low = x.masked_fill(~self._mask[..., None], torch.inf).amin(-2)
         return torch.where(low.isinf(), 0.0, low) * self.scale  # all positions masked
 
-    @cached_property
-    def largest(self) -> Tensor:
-        """The largest |x_l| of each coordinate, (..., d)."""
-        return at_least_float32(self._vectors).abs().amax(-2) * self.scale
+    def mirrored(self, names: Sequence[str]) -> "Moments":
+        """Return some moments of the union of the set and its negatives.
+
+        They are the expected moments of vectors with known size and unknown sign. The minimum is -1.5 times the
+        largest |x_l|: discrete maps with a shift lose positivity below it.
+        """
+        values = {name: getattr(self, name) for name in names}
+        values["mean"] = torch.zeros_like(self.mean)
+        if "minimum" in names:
+            largest = at_least_float32(self._vectors).abs().amax(-2) * self.scale
+            values["minimum"] = -1.5 * largest
+        return Moments.from_values(**values)
 
     def sets(self) -> tuple[torch.Size, list[Tensor]]:
         """Return the batch shape and, for each batch entry, the unmasked vectors (n, d).
@@ -258,60 +263,6 @@ def centred(second: Tensor, mean: Tensor) -> Tensor:
     return second.double() - mean.mT @ mean
 
 
-class Mirrored:
-    """Moments of the union of a set and its negatives.
-
-    They are the expected moments of vectors with known size and unknown sign. Squares and absolute values are those of
-    the set. The minimum is -1.5 times the largest |x_l|: discrete maps with a shift lose positivity below it.
-    """
-
-    def __init__(self, moments: Moments):
-        self._moments = moments
-        self.d = moments.d
-
-    @property
-    def mean(self) -> Tensor:
-        return torch.zeros_like(self._moments.mean_sq)
-
-    @property
-    def variance(self) -> Tensor:
-        return self._moments.mean_sq.double()
-
-    @property
-    def covariance(self) -> Tensor:
-        return self._moments.second
-
-    @property
-    def minimum(self) -> Tensor:
-        return -1.5 * self._moments.largest
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._moments, name)
-
-
-class EitherMoments:
-    """Moments of `first` where `condition` is true, else of `other`.
-
-    They are computed lazily, without device synchronisation.
-    """
-
-    def __init__(self, condition: Tensor, first: Moments, other: Moments | Mirrored):
-        self._condition = condition
-        self._first = first
-        self._other = other
-        self.d = other.d
-
-    @property
-    def variance(self) -> Tensor:
-        return (self.mean_sq.double() - self.mean.double().square()).clamp(min=0)
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.where(self._condition, getattr(self._first, name), getattr(self._other, name))
-
-
-AnyMoments = Moments | Mirrored | EitherMoments
-
-
 @dataclass(frozen=True)
 class Statistics:
     """Statistics of queries x and keys y, the input of `FeatureMap.fit` (CRT eq. (8)).
@@ -319,7 +270,7 @@ class Statistics:
     Scalar statistics have the batch shape (...) and are float64.
     """
 
-    x: AnyMoments
+    x: Moments
     y: Moments
 
     @classmethod
@@ -339,7 +290,7 @@ class Statistics:
             ValueError: x and y differ in dimension or device, or either is empty.
 
         >>> stats = Statistics.of(torch.ones(3, 2), torch.tensor([[1.0, 0.0]]))
-        >>> round(float(stats.mean_norms), 4), round(float(stats.mean_sq_sum), 4)
+        >>> round(float(stats.mean_norms), 4), round(float(stats.mean_s(1)), 4)
         (3.0, 5.0)
         """
         if x.shape[-1] != y.shape[-1]:
@@ -354,23 +305,13 @@ class Statistics:
     def d(self) -> int:
         return self.x.d
 
-    @cached_property
+    @property
     def mean_norms(self) -> Tensor:
         """Mean of N = |x|^2 + |y|^2."""
         return (self.x.mean_sq + self.y.mean_sq).sum(-1, dtype=torch.float64)
 
-    @cached_property
-    def mean_sq_sum(self) -> Tensor:
-        """Mean of |x + y|^2 over all pairs."""
-        return self._mean_s(1)
-
-    @cached_property
-    def mean_sq_diff(self) -> Tensor:
-        """Mean of |x - y|^2 over all pairs."""
-        return self._mean_s(-1)
-
-    def _mean_s(self, s: int) -> Tensor:
-        """Return the mean of |x + s y|^2 over all pairs."""
+    def mean_s(self, s: int) -> Tensor:
+        """Return the mean of S_s = |x + s y|^2 over all pairs, for s = +-1."""
         x, y = self.x, self.y
         terms = torch.addcmul(x.mean_sq + y.mean_sq, x.mean, y.mean, value=2 * s)
         return terms.sum(-1, dtype=torch.float64).clamp(min=0)

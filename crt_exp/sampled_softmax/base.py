@@ -22,14 +22,13 @@ PAIRS = 2**20  # pairs of query and class per block, so that the block fits the 
 class Drawn(NamedTuple):
     """k classes per query, sampled with replacement, with log probabilities.
 
-    >>> drawn = Uniform(10).draw(torch.randn(3, 4), None, k=5)
+    >>> drawn = Uniform(10).draw(torch.randn(3, 4), torch.tensor([0, 1, 2]), k=5)
     >>> drawn.ids.shape
     torch.Size([3, 5])
     """
 
-    ids: Tensor  # (B, k) int64; never the query's target where targets were given
+    ids: Tensor  # (B, k) int64; never the query's target
     log_q: Tensor  # (B, k): log probability of ids in the distribution without the target
-    target_log_q: Tensor | None  # (B,): log probability of the target over all classes, if given
 
 
 class ClassSampler(nn.Module, ABC):
@@ -39,8 +38,8 @@ class ClassSampler(nn.Module, ABC):
     `rebuild` before `draw`; `SampledSoftmax` calls it. Outdated tables increase the variance but cause no bias:
     returned probabilities are those of the tables.
 
-    >>> sampler = Uniform(10)
-    >>> sampler.log_q(torch.zeros(1, 4), torch.tensor([[7]])).exp()  # one of ten classes
+    >>> drawn = Uniform(11).draw(torch.zeros(1, 4), torch.tensor([7]), k=1)
+    >>> drawn.log_q.exp()  # one of ten classes
     tensor([[0.1000]])
     """
 
@@ -51,7 +50,7 @@ class ClassSampler(nn.Module, ABC):
         self.classes = whole_number(classes, "classes", 2)
 
     @abstractmethod
-    def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
+    def draw(self, hidden: Tensor, targets: Tensor, k: int) -> Drawn:
         """Sample k classes for each row of hidden (B, d), with replacement.
 
         Targets (B,) are excluded. The random numbers are those of torch's default generator of the device.
@@ -62,10 +61,6 @@ class ClassSampler(nn.Module, ABC):
         Raises:
             ValueError: `rebuild` is required and was not called.
         """
-
-    @abstractmethod
-    def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Return log probabilities (B, k) of ids (B, k), over all classes."""
 
     def rebuild(
         self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None
@@ -112,30 +107,16 @@ def blocks(step: int, queries: Tensor, *others: Tensor | None) -> Iterator[tuple
         yield tuple(parts)
 
 
-def draw_in_blocks(
-    weights: Callable[[Tensor], Tensor],
-    classes: int,
-    hidden: Tensor,
-    targets: Tensor | None,
-    k: int,
-    ids: Tensor | None = None,
-) -> Drawn:
-    """Do `draw_dense` for weights(hidden) (B, classes), for one block of queries at a time."""
-    parts = []
-    for h, t, i in blocks(PAIRS // classes, hidden, targets, ids):
-        parts.append(draw_dense(weights(h), t, k, i))
-    sampled, log_q, target_log_q = zip(*parts)
-    of_targets = None if targets is None else torch.cat(target_log_q)
-    return Drawn(torch.cat(sampled), torch.cat(log_q), of_targets)
+def first_false(fine: Tensor) -> int | None:
+    """Return the index of the first false entry (n,), or None."""
+    return None if bool(fine.all()) else int((~fine).nonzero()[0])
 
 
 def check_queries(hidden: Tensor) -> None:
     """Raise NotFinite if a query (B, d) is not finite, naming the first one."""
-    fine = hidden.isfinite().all(-1)
-    if not bool(fine.all()):
-        raise NotFinite(
-            f"query {int((~fine).nonzero()[0])} is not finite; check the layers before the head"
-        )
+    wrong = first_false(hidden.isfinite().all(-1))
+    if wrong is not None:
+        raise NotFinite(f"query {wrong} is not finite; check the layers before the head")
 
 
 def check_classes(weight: Tensor, bias: Tensor | None, classes: int, d: int) -> None:
@@ -158,25 +139,19 @@ def check_rows(rows: Tensor, classes: int) -> Tensor:
     return rows
 
 
-def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> None:
+def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> None:
     """Raise NotFinite if a class vector or bias is not finite, naming the first one.
 
     Args:
         rows: class indices (r,) for the message; None: all classes.
     """
-    total = weight.detach().sum()
+    fine = weight.isfinite().all(-1)
     if bias is not None:
-        total = total + bias.detach().sum()
-    if bool(total.isfinite()):
-        return
-    fine = weight.detach().isfinite().all(-1)
-    if bias is not None:
-        fine = fine & bias.detach().isfinite()
-    if bool(fine.all()):
-        return  # only the sum overflowed
-    place = int((~fine).nonzero()[0])
-    number = place if rows is None else int(rows[place])
-    raise NotFinite(f"class {number}: vector or bias is not finite; the tables are unchanged")
+        fine = fine & bias.isfinite()
+    wrong = first_false(fine)
+    if wrong is not None:
+        number = wrong if rows is None else int(rows[wrong])
+        raise NotFinite(f"class {number}: vector or bias is not finite; the tables are unchanged")
 
 
 class FixedDistribution(ClassSampler):
@@ -194,25 +169,19 @@ class FixedDistribution(ClassSampler):
     def log_probability(self, ids: Tensor) -> Tensor:
         """Return log q_c, float64, in the shape of ids."""
 
-    def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
+    def draw(self, hidden: Tensor, targets: Tensor, k: int) -> Drawn:
         u = torch.rand(len(hidden), k, dtype=torch.float64, device=hidden.device)
-        if targets is None:
-            ids = self.at(u)
-            return Drawn(ids, self.log_probability(ids).to(torch.float32), None)
         t = targets[:, None]
-        target_log_q = self.log_probability(t)
-        q_t = target_log_q.exp()
+        log_q_t = self.log_probability(t)
+        q_t = log_q_t.exp()
         before = self.below(t)
         u = u * (1 - q_t)
         ids = self.at(torch.where(u >= before, u + q_t, u).clamp(max=1 - 2.0**-53))
         # rounding errors of u may hit the target
         ids = torch.where(ids == t, torch.where(t + 1 < self.classes, t + 1, t - 1), ids)
         # log(q_c / (1 - q_t))
-        log_q = self.log_probability(ids) - torch.log(-torch.expm1(target_log_q.clamp(max=-1e-12)))
-        return Drawn(ids, log_q.to(torch.float32), target_log_q[:, 0].to(torch.float32))
-
-    def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        return self.log_probability(ids).to(torch.float32)
+        log_q = self.log_probability(ids) - torch.log(-torch.expm1(log_q_t.clamp(max=-1e-12)))
+        return Drawn(ids, log_q.to(torch.float32))
 
 
 class Uniform(FixedDistribution):
@@ -239,8 +208,8 @@ class LogUniform(FixedDistribution):
 
     q_c = log((c + 2) / (c + 1)) / log(V + 1), an approximation of Zipf's law.
 
-    >>> LogUniform(3).log_q(torch.zeros(1, 4), torch.tensor([[0, 1, 2]])).exp()
-    tensor([[0.5000, 0.2925, 0.2075]])
+    >>> [round(float(p), 4) for p in LogUniform(3).log_probability(torch.arange(3)).exp()]
+    [0.5, 0.2925, 0.2075]
     """
 
     def below(self, ids: Tensor) -> Tensor:
@@ -261,8 +230,8 @@ class Unigram(FixedDistribution):
     Raises:
         ValueError: a count is negative or not finite, or counts are not one-dimensional.
 
-    >>> Unigram(torch.tensor([3, 1])).log_q(torch.zeros(1, 4), torch.tensor([[0, 1]])).exp()
-    tensor([[0.7500, 0.2500]])
+    >>> Unigram(torch.tensor([3, 1])).log_probability(torch.arange(2)).exp()
+    tensor([0.7500, 0.2500], dtype=torch.float64)
     """
 
     probability: Tensor
@@ -275,8 +244,8 @@ class Unigram(FixedDistribution):
                 f"counts: shape {tuple(counts.shape)}, expected (V,), one count per class"
             )
         super().__init__(len(counts))
-        if not bool((counts.isfinite() & (counts >= 0)).all()):
-            wrong = int((~(counts.isfinite() & (counts >= 0))).nonzero()[0])
+        wrong = first_false(counts.isfinite() & (counts >= 0))
+        if wrong is not None:
             raise ValueError(
                 f"count of class {wrong}: {float(counts[wrong])}; expected a finite number >= 0"
             )
@@ -318,28 +287,19 @@ class LogitDistribution(ClassSampler):
         super().__init__(len(weight))
         self._head = [head]  # a list, so that the parameters of the head are not registered here
 
-    @torch.no_grad()
-    def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        return draw_in_blocks(self._weights, self.classes, hidden, targets, k)
-
-    @torch.no_grad()
-    def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        parts = []
-        for h, i in blocks(PAIRS // self.classes, hidden, ids):
-            log_q = self.log_weights(self._logits(h)).log_softmax(-1)
-            parts.append(log_q.gather(1, i))
-        return torch.cat(parts)
+    def draw(self, hidden: Tensor, targets: Tensor, k: int) -> Drawn:
+        return draw_dense(self.weights, self.classes, hidden, targets, k)
 
     @abstractmethod
     def log_weights(self, logits: Tensor) -> Tensor:
         """Return log weights of logits (b, V); may modify them in place."""
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    @torch.no_grad()
+    def weights(self, hidden: Tensor) -> Tensor:
+        """Return weights (b, V) of queries (b, d), at most 1."""
         weight, bias = head_tensors(self._head[0])
-        return nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
-
-    def _weights(self, hidden: Tensor) -> Tensor:
-        logs = self.log_weights(self._logits(hidden))
+        logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
+        logs = self.log_weights(logits)
         return logs.sub_(logs.amax(-1, keepdim=True)).exp_()
 
 
@@ -347,8 +307,8 @@ class ExactSoftmax(LogitDistribution):
     """q = softmax(o), the reference for other distributions.
 
     >>> head = nn.Linear(4, 3)
-    >>> log_q = ExactSoftmax(head).log_q(torch.ones(1, 4), torch.tensor([[0, 1, 2]]))
-    >>> bool(torch.allclose(log_q, head(torch.ones(1, 4)).log_softmax(-1)))
+    >>> weights = ExactSoftmax(head).weights(torch.ones(1, 4))
+    >>> bool(torch.allclose(weights / weights.sum(), head(torch.ones(1, 4)).softmax(-1)))
     True
     """
 
@@ -361,8 +321,8 @@ class Quadratic(LogitDistribution):
 
     This implementation is dense. Their tree samples from the same distribution in O(d^2 log V).
 
-    >>> Quadratic(nn.Linear(4, 3), alpha=0.0).log_q(torch.ones(1, 4), torch.tensor([[0, 1, 2]])).exp()
-    tensor([[0.3333, 0.3333, 0.3333]])
+    >>> Quadratic(nn.Linear(4, 3), alpha=0.0).weights(torch.ones(1, 4))
+    tensor([[1., 1., 1.]])
     """
 
     def __init__(self, head: nn.Module, alpha: float = 100.0):
@@ -379,27 +339,34 @@ class Quadratic(LogitDistribution):
         )  # avoids overflow
 
 
-def draw_dense(weights: Tensor, targets: Tensor | None, k: int, ids: Tensor | None = None) -> Drawn:
-    """Sample k classes per row in proportion to weights (B, V) >= 0, without targets.
+def draw_dense(
+    weights_of: Callable[[Tensor], Tensor],
+    classes: int,
+    hidden: Tensor,
+    targets: Tensor,
+    k: int,
+    ids: Tensor | None = None,
+) -> Drawn:
+    """Sample k classes per query in proportion to weights_of(hidden) (B, V) >= 0, without targets.
 
-    Rows without positive weights are uniform. `weights` is modified in place.
+    Rows without positive weights are uniform. The weights of one block of queries are computed at a time, and modified
+    in place.
 
     Args:
         ids: classes (B, k) that replace samples; -1 means sample.
     """
-    target_log_q = None
-    if targets is not None:
-        of_target = weights.gather(1, targets[:, None]).double()
-        weights.scatter_(1, targets[:, None], 0.0)
+    parts = []
+    for h, t, own in blocks(PAIRS // classes, hidden, targets, ids):
+        weights = weights_of(h).scatter_(1, t[:, None], 0.0)
         total = weights.sum(-1, keepdim=True, dtype=torch.float64)
-        target_log_q = (of_target / (of_target + total)).log().float().squeeze(1)
-        weights = weights.masked_fill_(total == 0, 1.0).scatter_(1, targets[:, None], 0.0)
-    u = torch.rand(len(weights), k, dtype=torch.float64, device=weights.device)
-    samples, total = choose_columns(weights, u)
-    if ids is not None:
-        samples = torch.where(ids >= 0, ids, samples)
-    log_q = (weights.gather(1, samples) / total).log().float()
-    return Drawn(samples, log_q, target_log_q)
+        weights.masked_fill_(total == 0, 1.0).scatter_(1, t[:, None], 0.0)
+        u = torch.rand(len(weights), k, dtype=torch.float64, device=weights.device)
+        samples, total = choose_columns(weights, u)
+        if own is not None:
+            samples = torch.where(own >= 0, own, samples)
+        parts.append((samples, (weights.gather(1, samples) / total).log().float()))
+    samples, log_q = map(torch.cat, zip(*parts))
+    return Drawn(samples, log_q)
 
 
 def choose_columns(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

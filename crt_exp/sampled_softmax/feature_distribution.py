@@ -6,16 +6,16 @@ every query is e^b.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.features.base import FeatureMap, Params, distinct
+from crt_exp.features.base import Composite, FeatureMap, Params, distinct
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.features.other_kernels import Composite, Sum
+from crt_exp.features.other_kernels import Sum
 from crt_exp.features.statistics import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax.base import (
@@ -28,12 +28,11 @@ from crt_exp.sampled_softmax.base import (
     check_rows,
 )
 from crt_exp.samplers import DenseNoise
-from crt_exp.samplers.noise import Nested, map_leaves
+from crt_exp.samplers.noise import Nested, leaves, map_leaves
 
-UPDATE_BLOCK = 2**12  # classes per block of an update, so that intermediate results fit the cache
-DEFENSIVE = 0.05  # default share of the uniform distribution if estimates may be negative
+DEFENSIVE = 0.05  # share of the uniform distribution if estimates may be negative
 MAX_FIT_VECTORS = 2**11  # largest number of queries and of classes in the fit, evenly spaced
-BLOCK = 2**22  # features per block of classes in a rebuild
+BLOCK = 2**22  # features per block of classes
 HIGHEST = 20.0  # largest log of feature / constant; sums over classes lose precision above it
 LEAST = 1e-30  # least positive feature, so that no class has probability 0 by underflow
 
@@ -41,45 +40,25 @@ LEAST = 1e-30  # least positive feature, so that no class has probability 0 by u
 class FeatureDistribution(ClassSampler):
     """Base class: q_c = (1 - defensive) q'_c + defensive / V.
 
-    q' estimates the softmax by phi_q(h / |h|) . phi_k(e_c / |e_c|) e^{b_c}.
+    q' estimates the softmax by phi_q(h / |h|) . phi_k(e_c / |e_c|) e^{b_c}. `defensive` is 0 for positive features,
+    else 0.05.
 
     Args:
         proposal: a feature map, a Mechanism or its name.
         m: number of projections; default as on the command line.
-        sampler: sampler of projections; default as on the command line.
         temperature: T in the kernel exp(cos(h, e_c) / T). T = 1 / (|h| |e|) is the softmax. Larger T gives less
             variance of the estimate.
-        defensive: share of the uniform distribution; default 0 for positive features, else 0.05.
-
-    Raises:
-        ValueError: `defensive` is outside [0, 1), or 0 for features that may be negative.
     """
 
     looks_at_classes = True
     made: Tensor
 
-    def __init__(
-        self,
-        proposal: FeatureMap | Mechanism | str,
-        classes: int,
-        d: int,
-        *,
-        m: int | None = None,
-        sampler=None,
-        temperature: float = 1.0,
-        defensive: float | None = None,
-        seed: int = 0,
-    ):
+    def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, **options):
         super().__init__(classes)
         self.d = d
         self.register_buffer("made", torch.zeros((), dtype=torch.bool))
-        self.features = ClassFeatures(proposal, self.classes, d, m, sampler, temperature, seed)
-        least = 0.0 if self.features.positive else DEFENSIVE
-        self.defensive = least if defensive is None else float(defensive)
-        if not 0 <= self.defensive < 1 or self.defensive == 0 < least:
-            raise ValueError(
-                f"defensive={defensive}: expected [0, 1), and > 0 for features that may be negative"
-            )
+        self.features = ClassFeatures(proposal, self.classes, d, **options)
+        self.defensive = 0.0 if self.features.positive else DEFENSIVE
         self._queries: Tensor | None = None  # of the last batch, for fitting
 
     # ---- implemented by subclasses
@@ -96,36 +75,24 @@ class FeatureDistribution(ClassSampler):
         self._table()[rows] = features
 
     @abstractmethod
-    def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
+    def _draw(self, hidden: Tensor, targets: Tensor, uniform: Tensor) -> Drawn:
         """Sample from q' as `draw`; `uniform` (B, k) holds classes, or -1 for sampling."""
-
-    @abstractmethod
-    def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Return log q' of ids (B, k) over all classes; -inf for negative estimates."""
 
     # ---- shared methods
 
     @torch.no_grad()
-    def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        self._check(hidden)
-        self._queries = hidden.detach()
-        ids, log_q, target_log_q = self._draw(hidden, targets, self._uniform(hidden, targets, k))
-        if target_log_q is None:
-            return Drawn(ids, self._mix_uniform(log_q, self.classes), None)
-        target_log_q = self._mix_uniform(target_log_q, self.classes)
-        return Drawn(ids, self._mix_uniform(log_q, self.classes - 1), target_log_q)
-
-    @torch.no_grad()
-    def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        self._check(hidden)
-        return self._mix_uniform(self._log_q(hidden, ids), self.classes)
-
-    def _check(self, hidden: Tensor) -> None:
+    def draw(self, hidden: Tensor, targets: Tensor, k: int) -> Drawn:
         if not self.built:
             raise ValueError("tables are not built: call rebuild(weight) first")
         if hidden.ndim != 2 or hidden.shape[1] != self.d:
             raise ValueError(f"queries: shape {tuple(hidden.shape)}, expected (B, {self.d})")
         check_queries(hidden)
+        self._queries = hidden.detach()
+        ids, log_q = self._draw(hidden, targets, self._uniform(targets, k))
+        if self.defensive:
+            flat = torch.full_like(log_q, math.log(self.defensive / (self.classes - 1)))
+            log_q = torch.logaddexp(log_q + math.log1p(-self.defensive), flat)
+        return Drawn(ids, log_q)
 
     @property
     def built(self) -> bool:
@@ -136,31 +103,28 @@ class FeatureDistribution(ClassSampler):
         self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None
     ) -> None:
         check_classes(weight, bias, self.classes, self.d)
-        check_finite(weight, bias, None)
+        check_finite(weight, bias)
         if hidden is None:
             hidden = self._queries
         self.features.fit(weight, bias, hidden)
-        table = self._table()
-        if not self._store(weight, bias, self.features.block, table.__setitem__):
+        store = self._table().__setitem__
+        if not self._store(weight, bias, store):
             self.features.fit_constants(weight, bias)
-            self._store(weight, bias, self.features.block, table.__setitem__)
+            self._store(weight, bias, store)
         self._finish_rebuild()
         self.made.fill_(True)
 
     def _store(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        size: int,
-        store: Callable[[slice, Tensor], None],
+        self, weight: Tensor, bias: Tensor | None, store: Callable[[slice, Tensor], None]
     ) -> bool:
         """Store the features of blocks of classes; False if one exceeds the constants."""
-        for start in range(0, len(weight), size):
-            rows = slice(start, start + size)
-            features = self.features.of_classes(weight[rows], _part(bias, rows))
+        start = 0
+        for vectors, biases in blocks(self.features.block, weight, bias):
+            features = self.features.of_classes(vectors, biases)
             if features is None:
                 return False
-            store(rows, features)
+            store(slice(start, start + len(features)), features)
+            start += len(features)
         return True
 
     @torch.no_grad()
@@ -176,27 +140,17 @@ class FeatureDistribution(ClassSampler):
         def store(some: slice, features: Tensor) -> None:
             self._update_rows(rows[some], features)
 
-        if not self._store(vectors, biases, UPDATE_BLOCK, store):
+        if not self._store(vectors, biases, store):
             self.rebuild(weight, bias)
 
-    def _uniform(self, hidden: Tensor, targets: Tensor | None, k: int) -> Tensor:
+    def _uniform(self, targets: Tensor, k: int) -> Tensor:
         """Sample uniform classes for a share `defensive` of the entries, else -1."""
-        shape = (len(hidden), k)
-        device = hidden.device
+        shape = (len(targets), k)
         if not self.defensive:
-            return torch.full((1, 1), -1, device=device).expand(shape)
-        if targets is None:
-            ids = torch.randint(self.classes, shape, device=device)
-        else:
-            ids = torch.randint(self.classes - 1, shape, device=device)
-            ids = ids + (ids >= targets[:, None])
-        return torch.where(torch.rand(shape, device=device) < self.defensive, ids, -1)
-
-    def _mix_uniform(self, log_q: Tensor, classes: int) -> Tensor:
-        if not self.defensive:
-            return log_q
-        flat = torch.full_like(log_q, math.log(self.defensive / classes))
-        return torch.logaddexp(log_q + math.log1p(-self.defensive), flat)
+            return targets.new_full((1, 1), -1).expand(shape)
+        ids = uniform_others(targets[:, None], shape, self.classes)
+        chosen = torch.rand(shape, device=targets.device) < self.defensive
+        return torch.where(chosen, ids, -1)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         self.features.check_saved(state_dict.get(f"{prefix}features._extra_state"), prefix)
@@ -204,10 +158,6 @@ class FeatureDistribution(ClassSampler):
 
     def extra_repr(self) -> str:
         return f"{self.features.described}, defensive = {self.defensive:g}"
-
-
-def _part(bias: Tensor | None, rows: slice) -> Tensor | None:
-    return None if bias is None else bias[rows]
 
 
 def _store_vectors(vectors: Tensor, table: Tensor, count: Tensor) -> None:
@@ -236,32 +186,31 @@ class ClassFeatures(nn.Module):
         proposal: FeatureMap | Mechanism | str,
         classes: int,
         d: int,
-        m: int | None,
-        sampler,
-        temperature: float,
-        seed: int,
+        *,
+        m: int | None = None,
+        temperature: float = 1.0,
+        seed: int = 0,
     ):
         super().__init__()
-        mechanism = as_mechanism(proposal, m, sampler, seed)
+        mechanism = as_mechanism(proposal, m, seed)
         if not temperature > 0:
             raise ValueError(f"temperature={temperature}: expected > 0")
         self.phi = proposal if isinstance(proposal, FeatureMap) else mechanism.map("softmax")
-        self.m = mechanism.m
         self.scale = float(temperature) ** -0.5
-        assert mechanism.sampler is not None
+        assert mechanism.sampler is not None and mechanism.m is not None
         features = mechanism.parts["features"].name
-        names = f"{features} x {mechanism.parts['sampler'].name}, m = {self.m}"
+        names = f"{features} x {mechanism.parts['sampler'].name}, m = {mechanism.m}"
         self.described = (
             f"{names}, map {self.phi!r}, d = {d}, V = {classes}, temperature = {temperature:g}"
         )
-        self.projections = self.phi.projections(self.m)
+        self.projections = self.phi.projections(mechanism.m)
         generator = torch.Generator().manual_seed(seed)
         self.gaussian: dict[str, bool] = {}  # of the projections in each buffer
         for request in distinct(self.projections):
             noise = mechanism.sampler(request.m, d, generator)
             self.gaussian[request.buffer] = noise.gaussian
             self.register_buffer(request.buffer, noise.rows().float().contiguous())
-        self.width = self.phi.width(map_leaves(lambda p: p.m, self.projections, empty=d))
+        self.width = self.phi.width(mechanism.m)
         self.block = max(1, BLOCK // self.width)  # classes per block of a rebuild
         self.register_buffer("constants", torch.zeros(self.width, dtype=torch.float64))
         # vectors for fitting the parameters, and their number
@@ -278,13 +227,15 @@ class ClassFeatures(nn.Module):
 
         All values must be finite. At most MAX_FIT_VECTORS vectors per side are used.
         """
-        some = slice(None, None, spacing(len(weight), MAX_FIT_VECTORS))
-        keys = self._unit(weight[some])
+        step = spacing(len(weight), MAX_FIT_VECTORS)
+        weight = weight[::step]
+        bias = None if bias is None else bias[::step]
+        keys = self._unit(weight)
         queries = torch.cat([keys, -keys]) if hidden is None else self._unit(hidden)
         _store_vectors(queries, self.x_fitted_to, self.x_count)
         _store_vectors(keys, self.y_fitted_to, self.y_count)
         self.stamp.copy_(queries.double().abs().sum() + 2 * keys.double().abs().sum())
-        self.constants.copy_(self._largest(weight[some], _part(bias, some)))
+        self.constants.copy_(self._largest(weight, bias))
 
     def fit_constants(self, weight: Tensor, bias: Tensor | None) -> None:
         """Compute the constants from all classes, if some exceed those of `fit`."""
@@ -369,26 +320,18 @@ class ClassFeatures(nn.Module):
             )
 
 
-def as_mechanism(
-    proposal: FeatureMap | Mechanism | str, m: int | None, sampler, seed: int
-) -> Mechanism:
+def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, seed: int) -> Mechanism:
     """Return the mechanism of a name or feature map, or the mechanism itself.
 
     Raises:
         ValueError: the mechanism has no feature map that estimates a kernel.
     """
-    if isinstance(proposal, Mechanism):
-        if m is not None or sampler is not None:
-            raise ValueError(
-                f"m={m}, sampler={sampler}: expected None beside a Mechanism; set them in Mechanism.of"
-            )
+    if not isinstance(proposal, Mechanism):
+        mechanism = Mechanism.parse(proposal, m=m, seed=seed)
+    elif m is None:
         mechanism = proposal
-    elif isinstance(proposal, str | FeatureMap):
-        mechanism = Mechanism.parse(proposal, m=m, sampler=sampler, seed=seed)
     else:
-        raise ValueError(
-            f"proposal: {type(proposal).__name__}; expected a ClassSampler, FeatureMap, Mechanism or name"
-        )
+        raise ValueError(f"m={m}: expected None beside a Mechanism; set it in Mechanism.of")
     if not mechanism.estimates:
         raise ValueError(
             f"proposal={mechanism.name}: has no random features; use one such as favorpp"
@@ -404,8 +347,14 @@ def is_positive(phi: FeatureMap) -> bool:
     if isinstance(phi, Sum) and min(phi.weights) <= 0:
         return False
     if isinstance(phi, Composite):
-        return all(map(is_positive, phi.parts))
+        return all(map(is_positive, leaves(phi.parts)))
     return isinstance(phi, PositiveExponential)
+
+
+def uniform_others(targets: Tensor, shape: Sequence[int], classes: int) -> Tensor:
+    """Sample classes uniformly, without the targets (B, 1)."""
+    others = torch.randint(classes - 1, shape, device=targets.device)
+    return others + (others >= targets)
 
 
 def spacing(count: int, most: int) -> int:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax.base import PAIRS, Drawn, blocks, choose_columns, draw_in_blocks
-from crt_exp.sampled_softmax.feature_distribution import FeatureDistribution
+from crt_exp.sampled_softmax.base import Drawn, choose_columns, draw_dense
+from crt_exp.sampled_softmax.feature_distribution import FeatureDistribution, uniform_others
 
 GATHER_BLOCK = 2**22  # features per block of gathered classes
 SHARED = 100  # levels of at most SHARED k nodes use one product with all queries, faster than k gathers each
@@ -42,7 +42,7 @@ class TreeFeatures(FeatureDistribution):
     >>> head = nn.Linear(8, 100)
     >>> sampler = TreeFeatures("favorpp", 100, 8, m=16)
     >>> sampler.rebuild(head.weight, head.bias)
-    >>> sampler.draw(torch.randn(3, 8), None, k=5).ids.shape
+    >>> sampler.draw(torch.randn(3, 8), torch.tensor([0, 1, 2]), k=5).ids.shape
     torch.Size([3, 5])
     """
 
@@ -61,64 +61,24 @@ class TreeFeatures(FeatureDistribution):
     def _update_rows(self, rows: Tensor, features: Tensor) -> None:
         self.tree.set(rows, features)
 
-    def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
+    def _draw(self, hidden: Tensor, targets: Tensor, uniform: Tensor) -> Drawn:
         if not self.features.positive:
-            target_log_q = None
-            if targets is not None:
-                target_log_q = self._log_q(hidden, targets[:, None])[:, 0]
-            return Drawn(*self._walk(hidden, uniform, targets), target_log_q)
-        a, left, target_log_q = self._masses(hidden, targets)
-        mass = a * left
-        sums = mass.sum(-1, keepdim=True)
-        ids = self.tree.draw(mass, uniform.shape[1], targets)
-        classes = self.classes
-        if targets is not None:
-            classes -= 1
-            ids = self._replace_invalid(ids, sums == 0, targets)
-        if self.defensive:
-            ids = torch.where(uniform >= 0, uniform, ids)
-        log_q = self._products((a * (left > 0) / sums).float(), ids).log()
-        return Drawn(ids, torch.where(sums == 0, -math.log(classes), log_q), target_log_q)
-
-    def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        if not self.features.positive:
-            return self._walk(hidden, ids, None)[1]
-        a, total, _ = self._masses(hidden, None)
-        return self._products((a / (a @ total)[:, None]).float(), ids).log()
-
-    # ---- positive maps
-
-    def _masses(
-        self, hidden: Tensor, targets: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return a (B, M), feature sums (B, M) or (M,), and target log probabilities (B,).
-
-        a has an arbitrary factor per row. The sums exclude the targets. They are float64, the log probabilities
-        float32.
-        """
+            return self._walk(hidden, targets, uniform)
         _, log_a = self.features.of_queries(hidden)
         a = (log_a - log_a.amax(-1, keepdim=True)).exp_()
         total = self.tree.total
-        if targets is None:
-            return a, total, None
-        of_targets = F.embedding(targets, self.tree.leaves).double()
-        left = total - of_targets
+        left = total - F.embedding(targets, self.tree.leaves).double()
         left = torch.where(left > EXHAUSTED * total, left, 0.0)
-        share = (a * of_targets).sum(-1) / (a @ total)
-        return a, left, share.log().float()
-
-    def _replace_invalid(self, ids: Tensor, hopeless: Tensor, targets: Tensor) -> Tensor:
-        """Replace invalid samples by uniform ones.
-
-        Invalid are samples that hit the target by rounding, and queries whose other classes have a mass below the
-        rounding error.
-        """
-        targets = targets[:, None]
-        invalid = hopeless | (ids == targets)
-        if not bool(invalid.any()):
-            return ids
-        others = torch.randint(self.classes - 1, ids.shape, device=ids.device)
-        return torch.where(invalid, others + (others >= targets), ids)
+        mass = a * left
+        sums = mass.sum(-1, keepdim=True)
+        ids = self.tree.draw(mass, uniform.shape[1], targets)
+        # samples that hit the target by rounding, and queries whose other classes have a mass below the rounding error
+        invalid = (sums == 0) | (ids == targets[:, None])
+        if bool(invalid.any()):
+            others = uniform_others(targets[:, None], ids.shape, self.classes)
+            ids = torch.where(invalid, others, ids)
+        log_q = self._products((a * (left > 0) / sums).float(), ids).log()
+        return Drawn(ids, torch.where(sums == 0, -math.log(self.classes - 1), log_q))
 
     def _products(self, weight: Tensor, ids: Tensor) -> Tensor:
         """Return weight (B, M) times the features of ids (B, k), (B, k)."""
@@ -130,8 +90,8 @@ class TreeFeatures(FeatureDistribution):
 
     # ---- signed maps
 
-    def _walk(self, hidden: Tensor, fixed: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Descend the tree; return class ids and log probabilities, (B, k) each.
+    def _walk(self, hidden: Tensor, targets: Tensor, fixed: Tensor) -> Drawn:
+        """Descend the tree.
 
         Entries of `fixed` (B, k) that are not -1 determine the class.
         """
@@ -143,22 +103,20 @@ class TreeFeatures(FeatureDistribution):
             children = node[..., None] * FAN + fan
             weights = self._weights(a, number, children, targets)
             u = torch.rand(fixed.shape, dtype=torch.float64, device=fixed.device)
-            step = choose(weights.double(), u)
+            step = choose(weights, u)
             step = torch.where(fixed >= 0, fixed // FAN**number % FAN, step)
             share = weights.gather(-1, step[..., None]).squeeze(-1) / weights.sum(-1)
             log_q += share.log()
             node = node * FAN + step
-        return node.clamp(max=self.classes - 1), log_q
+        return Drawn(node.clamp(max=self.classes - 1), log_q)
 
-    def _weights(self, a: Tensor, number: int, children: Tensor, targets: Tensor | None) -> Tensor:
+    def _weights(self, a: Tensor, number: int, children: Tensor, targets: Tensor) -> Tensor:
         """Return non-negative weights of children (B, k, FAN) of a level."""
         scores = self._scores(a, number, children)
-        counts = self.tree.counts(number, children)
-        if targets is not None:
-            of_target = (a * self.tree.leaves[targets]).sum(-1)[:, None, None]
-            mine = children == (targets // FAN**number)[:, None, None]
-            scores = torch.where(mine, scores - of_target, scores)
-            counts = counts - mine.long()
+        of_target = (a * self.tree.leaves[targets]).sum(-1)[:, None, None]
+        mine = children == (targets // FAN**number)[:, None, None]
+        scores = torch.where(mine, scores - of_target, scores)
+        counts = self.tree.counts(number, children) - mine.long()
         scores = torch.where(counts > 0, scores.clamp(min=0), 0.0)
         return torch.where(scores.sum(-1, keepdim=True) > 0, scores, counts.to(scores.dtype))
 
@@ -186,8 +144,8 @@ class DenseFeatures(FeatureDistribution):
     >>> head = nn.Linear(8, 100)
     >>> sampler = DenseFeatures("favorpp", 100, 8, m=16)
     >>> sampler.rebuild(head.weight, head.bias)
-    >>> sampler.log_q(torch.randn(3, 8), torch.arange(100).expand(3, -1)).exp().sum(-1)
-    tensor([1.0000, 1.0000, 1.0000])
+    >>> sampler.weights(torch.randn(3, 8)).shape
+    torch.Size([3, 100])
     """
 
     leaves: Tensor
@@ -199,19 +157,12 @@ class DenseFeatures(FeatureDistribution):
     def _table(self) -> Tensor:
         return self.leaves
 
-    def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
+    def _draw(self, hidden: Tensor, targets: Tensor, uniform: Tensor) -> Drawn:
         k = uniform.shape[1]
-        return draw_in_blocks(self._weights, self.classes, hidden, targets, k, uniform)
+        return draw_dense(self.weights, self.classes, hidden, targets, k, uniform)
 
-    def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        parts = []
-        for h, i in blocks(PAIRS // self.classes, hidden, ids):
-            weights = self._weights(h)
-            share = weights.gather(1, i) / weights.sum(-1, keepdim=True, dtype=torch.float64)
-            parts.append(share.log().float())
-        return torch.cat(parts)
-
-    def _weights(self, hidden: Tensor) -> Tensor:
+    def weights(self, hidden: Tensor) -> Tensor:
+        """Return q' (b, V) of queries (b, d), up to a factor per row."""
         estimates = self.features.of_signed_queries(hidden) @ self.leaves.mT
         if self.features.positive:
             return estimates
@@ -293,58 +244,45 @@ class SumTree(nn.Module):
         sums[: len(children)] = children.sum(1, dtype=level.dtype)
         return sums
 
-    def draw(self, mass: Tensor, k: int, without: Tensor | None = None) -> Tensor:
-        """Sample k rows for each query, (B, k).
+    def draw(self, mass: Tensor, k: int, without: Tensor) -> Tensor:
+        """Sample k rows for each query, (B, k), but none of the rows `without` (B,).
 
         The method samples a column in proportion to mass (B, M), then a row in proportion to the column. All entries
         must be non-negative. It takes O(FAN log V) per sample, and O(FLAT M) in total.
-
-        Args:
-            without: one excluded row per query, (B,).
         """
         u = torch.rand(len(mass), k, self.start + 2, dtype=torch.float64, device=mass.device)
-        ends = self.level(self.start).double().mT.contiguous().cumsum_(-1)  # (M, nodes)
-        return self.rows_of(ends, mass, u, without)
+        column, _ = choose_columns(mass, u[..., 0])
+        entries = self.level0[without].gather(1, column).double()
+        excluded = ExcludedRow(without[:, None], entries)
+        node = self._invert(column, u[..., 1], excluded)
+        for number in reversed(range(self.start)):
+            level = self.level(number).view(-1, FAN, self.width)
+            weights = level[node, :, column].double()  # (B, k, FAN)
+            self._subtract_row(weights, number, node, excluded)
+            node = node * FAN + choose(weights, u[..., self.start + 1 - number])
+            node = node.clamp_(max=self._last(number))
+        return node
 
     @property
     def start(self) -> int:
         """The level where the descent starts."""
         return next(number for number in range(self.depth) if len(self.level(number)) <= FLAT)
 
-    def rows_of(self, ends: Tensor, mass: Tensor, u: Tensor, without: Tensor | None) -> Tensor:
-        """Return the rows (B, k) for uniform numbers u (B, k, 2 + levels below `start`)."""
-        column, _ = choose_columns(mass, u[..., 0])
-        excluded = None
-        if without is not None:
-            entries = self.level0[without].gather(1, column).double()
-            excluded = ExcludedRow(without[:, None], entries)
-        node = self._invert(ends, column, u[..., 1], excluded)
-        for number in reversed(range(self.start)):
-            level = self.level(number).view(-1, FAN, self.width)
-            weights = level[node, :, column].double()  # (B, k, FAN)
-            if excluded is not None:
-                self._subtract_row(weights, number, node, excluded)
-            node = node * FAN + choose(weights, u[..., self.start + 1 - number])
-            node = node.clamp_(max=self._last(number))
-        return node
-
-    def _invert(
-        self, ends: Tensor, column: Tensor, u: Tensor, excluded: ExcludedRow | None
-    ) -> Tensor:
-        """Return nodes (B, k) of level `start`, by inversion of cumulative sums `ends`.
+    def _invert(self, column: Tensor, u: Tensor, excluded: ExcludedRow) -> Tensor:
+        """Return nodes (B, k) of level `start`, by inversion of cumulative sums.
 
         One search serves all columns: the distribution function of column i covers [i, i + 1).
         """
+        ends = self.level(self.start).double().mT.contiguous().cumsum_(-1)  # (M, nodes)
         total = ends[:, -1:].clone()
         nodes = ends.shape[1]
         columns = torch.arange(len(ends), device=ends.device)[:, None]
         ends = (ends / total).add_(columns).flatten()
-        if excluded is not None:
-            # shorten the interval of the excluded row's node and shift later ones
-            share = excluded.entries / total.flatten()[column]
-            place = column * nodes + excluded.row // FAN**self.start
-            u = u * (1 - share)
-            u = torch.where(u + column >= ends[place] - share, u + share, u)
+        # shorten the interval of the excluded row's node and shift later ones
+        share = excluded.entries / total.flatten()[column]
+        place = column * nodes + excluded.row // FAN**self.start
+        u = u * (1 - share)
+        u = torch.where(u + column >= ends[place] - share, u + share, u)
         places = torch.searchsorted(ends, u + column, right=True) - column * nodes
         return places.clamp_(0, self._last(self.start))
 
@@ -370,9 +308,8 @@ def choose(weights: Tensor, u: Tensor) -> Tensor:
 
     Weights are non-negative.
     """
-    ends = weights.cumsum(-1)
-    places = (ends <= u[..., None] * ends[..., -1:]).sum(-1)
-    return places.clamp_(max=weights.shape[-1] - 1)
+    columns, _ = choose_columns(weights.flatten(0, -2), u.reshape(-1, 1))
+    return columns.view(u.shape)
 
 
 def _padded(rows: int) -> int:

@@ -17,7 +17,6 @@ from crt_exp.samplers.threads import threads
 from crt_exp.validation import Count, Whole, whole_number
 
 ONE_THREAD = 256  # largest matrix factorised with one thread
-SOBOL_MAX_DIM = 21201  # scipy has direction numbers up to this dimension
 U_MARGIN = 2.0**-33  # u is clamped to [U_MARGIN, 1 - U_MARGIN], so |g| <= 6.4
 
 
@@ -236,10 +235,6 @@ def sobol(
     from scipy.stats.qmc import Sobol
 
     m, d = check(m, d)
-    if d > SOBOL_MAX_DIM:
-        raise ValueError(
-            f"d={d}: expected at most {SOBOL_MAX_DIM} for Sobol points; use halton or orthogonal"
-        )
 
     def draw(seed):
         return Sobol(d, seed=seed).random_base2((m - 1).bit_length())[:m]

@@ -243,12 +243,9 @@ def fwht(x: Tensor) -> Tensor:
     The length must be a power of two. The transform applies the Kronecker factors of H_n, of size at most 64, in O(n
     log n). It is differentiable.
     """
-    n = x.shape[-1]
-    if n & (n - 1):
-        raise ValueError(f"n={n}: expected a power of two")
     hadamard = _hadamard_matrix if cacheable() else _hadamard_matrix.__wrapped__
     h = 1
-    for r in _radices(n):
+    for r in _radices(x.shape[-1]):
         matrix = hadamard(r, x.dtype, x.device)
         if h == 1:
             x = (x.unflatten(-1, (-1, r)) @ matrix).flatten(-2)
@@ -305,31 +302,22 @@ def leaves(tree: Nested) -> list:
 
 
 def map_leaves(
-    function: Callable[[Any], Any],
-    tree: Nested,
-    empty: Any = None,
-    results: dict[int, Any] | None = None,
+    function: Callable[[Any], Any], tree: Nested, results: dict[int, Any] | None = None
 ) -> Nested:
-    """Apply `function` to each leaf; None becomes `empty`.
+    """Apply `function` to each leaf; None stays None.
 
     The function is called once per distinct leaf, so shared projections stay shared. `results` holds its values.
     """
     if tree is None:
-        return empty
+        return None
     if results is None:
         results = {}
     if isinstance(tree, tuple):
-        parts = [map_leaves(function, part, empty, results) for part in tree]
+        parts = [map_leaves(function, part, results) for part in tree]
         return tree._make(parts) if hasattr(tree, "_make") else tuple(parts)
     if id(tree) not in results:
         results[id(tree)] = function(tree)
     return results[id(tree)]
-
-
-def share_leaf(one: Nested, other: Nested) -> bool:
-    """Whether the two nested values have a common leaf."""
-    ids = {id(leaf) for leaf in leaves(one)}
-    return any(id(leaf) in ids for leaf in leaves(other))
 
 
 def no_autocast(t: Tensor) -> AbstractContextManager:

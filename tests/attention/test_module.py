@@ -42,11 +42,10 @@ from crt_exp.samplers import DenseNoise
 ONE = (OPRF(), 16, {"omega"})
 SEVERAL = {
     "sum": (Sum(TrigRF(), OPRF(), weights=(0.3, 0.7)), 16, {"omega_0", "omega_1"}),
-    "shared": (Sum(TrigRF(), OPRF(), weights=(0.3, 0.7), shared=True), 16, {"omega"}),
-    "product": (Product(OPRF(A=-0.02), PosRF()), (6, 5), {"omega_0", "omega_1"}),
+    "product": (Product(OPRF(A=-0.02), PosRF()), 5, {"omega_0", "omega_1"}),
     "hybrid": (
         Sum(Product(PosRF(), OPRF()), GeomRF(), weights=(0.5, 0.5)),
-        ((4, 3), 12),
+        4,
         {"omega_0_0", "omega_0_1", "omega_1"},
     ),
 }
@@ -386,8 +385,8 @@ def test_decoding_equals_the_whole_sequence(phi, m, names):
         (OPRF(), 16, {"causal": True, "redraw_every": 2}),
         slow(OPRF(), 16, {}),
         slow(OPRF(), 16, {"causal": True}),
-        slow(Sum(TrigRF(), PosRF(), shared=True), 4, {"redraw_every": 2}),
-        slow(Product(PosRF(), PosRF()), (3, 4), {"redraw_every": 2}),
+        slow(AngularHybrid(n=4), 4, {"redraw_every": 2}),
+        slow(Product(PosRF(), PosRF()), 4, {"redraw_every": 2}),
     ],
     ids=str,
 )
@@ -456,11 +455,9 @@ BAD = {
     "redraw_every": lambda: make(redraw_every=-1),
     "needs kernel='softmax'": lambda: make(OPRF("gaussian")),
     "needs causal": lambda: make().decoding(),
-    "omega_1: saved .* use m=3": lambda: make(Product(PosRF(), PosRF()), m=(4, 5)).load_state_dict(
-        make(Product(PosRF(), PosRF()), m=(4, 3)).state_dict()
+    "omega_0: saved .* use m=3": lambda: make(Product(PosRF(), PosRF()), m=5).load_state_dict(
+        make(Product(PosRF(), PosRF()), m=3).state_dict()
     ),
-    "need 4 and 3 rows": lambda: make(Sum(TrigRF(), PosRF(), shared=True), m=(4, 3)),
-    "params: 2 entries, expected 3": lambda: make(Sum(TrigRF(), PosRF(), OPRF()), m=(4, 3)),
     "saved .* 3, 8": lambda: make(ClusteredHybrid(keys=2)).load_state_dict(
         make(ClusteredHybrid(keys=3)).state_dict()
     ),

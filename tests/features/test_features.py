@@ -319,7 +319,7 @@ def test_statistics_equal_all_pairs_and_skip_masked():
     for b in range(3):
         a = x[b][x_mask[b]].double()
         c = y[b][y_mask[b]].double()
-        cases = [(1, stats.mean_sq_sum), (-1, stats.mean_sq_diff)]
+        cases = [(s, stats.mean_s(s)) for s in (1, -1)]
         for sign, value in cases:
             whole = (a[:, None] + sign * c[None]).square().sum(-1).mean()
             assert_close(value[b], whole, rtol=1e-5, atol=1e-6)
@@ -402,7 +402,7 @@ BAD = {
     "M=.*1.0, 2.0.* d rows of d numbers": lambda: CERF(M=[[1.0, 2.0]]),
     "M=inf: .* finite": lambda: CERF(M=math.inf),
     "real entries with field='real'": lambda: CERF(M=1j, field="real"),
-    "a real number, or d real numbers": lambda: GaussianCoefficient(M=[[1.0]]),
+    "expected a number or a list": lambda: GaussianCoefficient(M=[[1.0]]),
     "M: 2 dimensions, expected 3": lambda: GaussianCoefficient(M=(1.0, 2.0)).mean(X, X),
     "parts: empty": lambda: Sum(),
     "kernel=other": lambda: OPRF(kernel="other"),

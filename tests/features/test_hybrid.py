@@ -157,7 +157,7 @@ def test_zero_vectors_and_ties():
     ids=repr,
 )
 def test_a_hybrid_is_the_sum_of_its_products(phi):
-    (coefficient,), bases = phi.components
+    (coefficient,), bases = phi.parts
     x = vectors(5, 3)
     y = vectors(6, 3, seed=1)
     params = phi.fit(Statistics.of(x, y))
@@ -167,7 +167,7 @@ def test_a_hybrid_is_the_sum_of_its_products(phi):
         own = params[0][0]
         rho = coefficient.rho(t, noise[0][0], own, key)
         of_first = coefficient.lambda_columns(rho, own, key)
-        of_second = coefficient.complement_columns(rho, own, key)
+        of_second = phi._weights([rho], params[0], key)[1]
         return of_first, of_second
 
     shares = []
@@ -181,13 +181,11 @@ def test_a_hybrid_is_the_sum_of_its_products(phi):
     assert_close(actual, expected)
 
 
-def test_ranks():
-    actual = AngularHybrid(n=8).rank(8)
-    assert actual == 4 * 8 * 9
-    actual = AngularHybrid(n=8, base="pos").rank(8)
-    assert actual == 3 * 8 * 9
-    assert GaussianHybrid(n=4).rank(3) == GaussianHybrid(n=4).width(3) == 4 * 3 * 9
-    assert ClusteredHybrid().rank(64) == ClusteredHybrid().width(64) == 256
+def test_widths():
+    assert AngularHybrid(n=8).width(8) == 8 * 8 * 8
+    assert AngularHybrid(n=8, base="pos").width(8) == 6 * 8 * 8
+    assert GaussianHybrid(n=4).width(3) == 4 * 3 * 9
+    assert ClusteredHybrid().width(64) == 256
 
 
 def test_one_projection_serves_all_or_each_has_its_own():

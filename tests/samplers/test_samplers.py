@@ -226,9 +226,8 @@ def test_row_lengths(d):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: sobol(4, 21202), "expected at most 21201"),
+        (lambda: sobol(4, 21202), "Maximum supported dimensionality is 21201"),
         (lambda: hadamard(4, 4, blocks=0), "blocks=0"),
-        (lambda: fwht(torch.ones(6)), "power of two"),
         (lambda: iid(True, 4), "expected an integer >= 1"),
     ],
 )
@@ -343,11 +342,10 @@ def test_measured_bias_shows():
     """Lengths sqrt(d) estimate SMREG, not the softmax kernel: the ratio is known."""
     x = torch.tensor([[0.9, 0.3, 0.0, 0.0], [0.1, 0.0, 0.2, 0.0]])
     bias = measured_bias(
-        PosRF(), partial(orthogonal, lengths="sqrt_d"), x, x, m=3, draws=4000, generator=seeded()
+        PosRF(), partial(orthogonal, lengths="sqrt_d"), x, x, draws=4000, generator=seeded()
     )
     softmax = (x.double() * x).sum(-1)
     known = (SMREG().log_kernel(x, x) - softmax).exp()
     assert ((bias.ratio - known).abs() < 5 * bias.error).all()
     actual = bias.ratio[0] + 5 * bias.error[0]
     assert actual < 1
-    assert str(bias).count("+-") == 2

@@ -244,8 +244,8 @@ def test_a_compiled_model_computes_the_same_and_is_not_called_unreached():
 
 
 COMPOSED = {
-    "shared": (bert, Sum(OPRF(), PosRF(), shared=True), 24),
-    "nested": (llama, Sum(TrigRF(), Product(PosRF(), PosRF())), (9, (4, 3))),
+    "sum": (bert, Sum(OPRF(), PosRF()), 24),
+    "nested": (llama, Sum(TrigRF(), Product(PosRF(), PosRF())), 4),
 }
 
 

@@ -63,9 +63,11 @@ def chunked_partial(
     S = y.shape[2]
     if torch.compiler.is_compiling() or transformed(x, y, v):
         return Chunked(phi.bind(noise, params), keep, causal, modulus).rows(x, y, v)
-    width = H * phi.width(map_leaves(lambda n: n.m, noise, empty=d))
+    noises = leaves(noise)
+    m = noises[-1].m if noises else d
+    width = H * phi.width(m)
     tokens = CHUNK if causal else max(CHUNK, min(WIDE, ELEMENTS // width))
-    shared = all(len(part.batch) < 2 or part.batch[0] == 1 for part in leaves(noise))
+    shared = all(len(part.batch) < 2 or part.batch[0] == 1 for part in noises)
     entries = max(1, B)
     if shared:
         entries = max(1, ELEMENTS // (min(tokens, L) * width))
@@ -73,7 +75,7 @@ def chunked_partial(
     differentiable = differentiable or requires_gradient(noise, params)
     recompute = differentiable and B * max(L, S) * width > MAX_SAVED
     if recompute:
-        for part in leaves(noise):
+        for part in noises:
             part.sq_norm  # noqa: B018 (a cached property: recomputed chunks find it)
     parts = []
     for rows in chunks(max(1, B), entries):

@@ -90,7 +90,7 @@ def batch_of(head: nn.Linear, length: float, count: int) -> TensorPair:
 
     The cosine between a query and its target's class vector is about 0.7.
     """
-    targets = LogUniform(head.out_features).draw(torch.empty(1), None, count).ids[0]
+    targets = LogUniform(head.out_features).at(torch.rand(count, dtype=torch.float64))
     noise = F.normalize(torch.randn(count, head.in_features), dim=-1)
     classes = F.normalize(head.weight.detach()[targets], dim=-1)
     return length * F.normalize(classes + noise, dim=-1), targets

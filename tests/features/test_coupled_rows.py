@@ -6,6 +6,11 @@ from decimal import Decimal, getcontext
 import numpy as np
 import pytest
 import torch
+from helpers.coupled_variance import (
+    ensemble_log_variance,
+    positive_covariance,
+    trig_covariance,
+)
 from helpers.covering import in_turn
 from helpers.sampled_means import check_mean
 from helpers.seeds import seeded
@@ -14,11 +19,6 @@ from torch.testing import assert_close
 
 from crt_exp import samplers
 from crt_exp.features import GERF, OPRF, SMREG, HypRF, PoisRF, PosRF, Statistics, TrigRF
-from crt_exp.features.bounds import (
-    ensemble_log_variance,
-    positive_covariance,
-    trig_covariance,
-)
 
 SAMPLERS = {"iid": samplers.iid, "orthogonal": samplers.orthogonal, "simplex": samplers.simplex}
 COUPLED = [
