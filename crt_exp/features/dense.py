@@ -63,6 +63,14 @@ class SDERFParams(NamedTuple):
     balance: Tensor | None
     choice: Tensor | None = None  # of AutoRF: index of the selected map, (..., 1, 1)
 
+    @property
+    def A(self) -> Tensor:
+        """The eigenvalues of A = (I - R^2) / 4, (..., 1, d)."""
+        sizes = self.root
+        if sizes.shape[-2] > 1:
+            sizes = torch.linalg.eigvalsh(sizes).unsqueeze(-2)
+        return (1 - sizes.square()) / 4
+
 
 @dataclass(frozen=True)
 class Dense(PositiveExponential):
@@ -164,8 +172,9 @@ class SDERF(Dense):
         ValueError: a balance with the Gaussian kernel, or (in `fit`) full matrices with d > 256.
 
     >>> x = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
-    >>> SDERF().fit(Statistics.of(x, x)).root.shape
-    torch.Size([4, 4])
+    >>> params = SDERF().fit(Statistics.of(x, x))
+    >>> params.root.shape, bool((params.A <= 0).all())
+    (torch.Size([4, 4]), True)
     """
 
     diagonal: bool = False

@@ -36,7 +36,7 @@ def test_recurrent_equals_chunked(phi, size, monkeypatch):
         state = DecodingState(phi, case.noise, case.params)
         actual = [steps(state, case, cuts, masked=True)]
         assert_same(actual, [whole.detach()])
-    width = phi.width((6, 6)) if isinstance(phi, Sum) else phi.width(6)
+    width = phi.width(6)
     assert state.length == 11
     actual = state.sums.sums.numel()
     expected = 2 * 4 * width * (3 + 1)
