@@ -31,7 +31,7 @@ from crt_exp.features.base import Params, Projections
 from crt_exp.features.exponential import PositiveExponential, Trigonometric
 from crt_exp.features.statistics import check_kernel
 from crt_exp.mechanism import Mechanism, features_of_attention
-from crt_exp.registry import ConfigError, known_names
+from crt_exp.registry import ConfigError, choices
 from crt_exp.samplers import Noise
 from crt_exp.samplers.threads import threads
 from crt_exp.validation import Positive, check, whole_number
@@ -55,12 +55,12 @@ def load_map(features: str, kernel: str) -> FeatureMap:
         raise ConfigError(
             f"features={features!r}: expected a name of conf/features, or a FeatureMap"
         )
-    if features not in known_names("features") and (
+    if features not in choices("features") and (
         error := features_of_attention("features", features)
     ):
         raise error
     mechanism = Mechanism.of(features=features)
-    if not mechanism.own_kernel and not mechanism.estimates:
+    if not mechanism.estimates:
         raise ConfigError(NO_KERNEL.format(features))
     return mechanism.map(kernel, own_kernel=True)
 

@@ -38,8 +38,8 @@ from crt_exp.registry import (
     OWN,
     ConfigError,
     canonical,
+    choices,
     file_of,
-    known_names,
     own_names,
 )
 from crt_exp.validation import either, to_text, unknown
@@ -173,7 +173,7 @@ def unknown_choice(group: str, name: str, options: list[str]) -> ConfigError:
     """Build the error for an unknown choice, with the groups that have this name."""
     others = []
     for other in (*GROUPS, "experiment"):
-        if canonical(other, name) in known_names(other):
+        if canonical(other, name) in choices(other):
             others.append(f"{name} is {NOUNS[other]}: {other}={name}")
     if others:
         return ConfigError("; ".join([f"unknown {group} {name!r}", *others]))
@@ -228,7 +228,7 @@ def users_of(key: str) -> list[str]:
     if group not in GROUPS:
         return []
     users = []
-    for name in known_names(group):
+    for name in choices(group):
         if key in keys_of(file_of(group, name), group):
             users.append(name)
     return users
@@ -258,7 +258,7 @@ def check_writable(key: str, folder: str) -> None:
 def help_text(cfg: DictConfig) -> str:
     """Fill the help template of conf/config.yaml for a composed configuration."""
     groups = [
-        wrap(f"{group}: {', '.join(known_names(group))}", 2)
+        wrap(f"{group}: {', '.join(choices(group))}", 2)
         for group in sorted([*GROUPS, "experiment"])
     ]
     keys = lines_of(plain_config(cfg), comments(cfg), "")
@@ -268,23 +268,17 @@ def help_text(cfg: DictConfig) -> str:
 
 def comments(cfg: DictConfig) -> dict[str, str]:
     """Return the comments on keys in config.yaml and in the chosen files."""
-    files = [(CONF / "config.yaml", "")]
-    choices = []
-    for place, name in cfg.hydra.runtime.choices.items():
-        if name:
-            choices.append((place.partition("@")[0], name))
-    choices.sort(key=lambda choice: choice[0] != "trainer")  # a task may replace keys of trainer
-    for path, name in choices:
+    result = keys_of(CONF / "config.yaml", "")
+    chosen = dict(cfg.hydra.runtime.choices)
+    chosen = {"trainer": chosen.pop("trainer"), **chosen}  # a task may replace keys of trainer
+    for place, name in chosen.items():
+        path = place.partition("@")[0]
         group = path.partition("/")[0]
         if group in (*GROUPS, "experiment"):
             for folder in (CONF, *OWN.get()):
-                files.append((folder / path / f"{name}.yaml", group))
-    result = {}
-    for file, group in files:
-        for key, comment in keys_of(file, group).items():
-            if comment:
-                result[key] = comment
-    return result
+                for key, comment in keys_of(folder / path / f"{name}.yaml", group).items():
+                    result[key] = comment or result.get(key)
+    return {key: comment for key, comment in result.items() if comment}
 
 
 def wrap(text: str, indent: int) -> str:
