@@ -87,31 +87,23 @@ def damage(path: Path) -> str | None:
     Damage is a file that is missing or differs from its checksum, or a manifest that names no files. Raises
     CheckpointError if the checkpoint cannot be read: it may be intact.
     """
+    file = path / MANIFEST
     try:
-        return _first_difference(path)
+        files = json.loads(file.read_bytes())["files"]
+        for name, entry in files.items():
+            file = path / name
+            digest = entry["sha256"]
+            with file.open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
+                    return f"{name} differs from its checksum"
+    except FileNotFoundError:
+        return f"{file.name} is missing"
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); the checkpoints stay, try again"
         ) from None
-
-
-def _first_difference(path: Path) -> str | None:
-    """Compare a checkpoint with its manifest."""
-    present = names_in(path)
-    if MANIFEST not in present:
-        return f"{MANIFEST} is missing"
-    content = (path / MANIFEST).read_bytes()
-    try:
-        files = json.loads(content)["files"]
-        digests = {name: entry["sha256"] for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is not a manifest: {error}"
-    for name, digest in digests.items():
-        if name not in present:
-            return f"{name} is missing"
-        with (path / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                return f"{name} differs from its checksum"
     return None
 
 
@@ -288,9 +280,17 @@ class TrainingState:
             "model": weights,
             "optimizer": optimizer_tensors(self.module, self.optimizer),
         }
-        task_tensors, task_values = self._task_state()
-        if task_tensors:
-            tensors["task"] = task_tensors
+        own = {}
+        for name, value in self.task.state_dict().items():
+            own[name] = value.detach().cpu() if isinstance(value, Tensor) else value
+        task_values: list[dict[str, Any]] = []  # of each process
+        for rank, values in enumerate(gather_object([own])):
+            task_values.append({})
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    tensors.setdefault("task", {})[f"{rank}.{name}"] = value
+                else:
+                    task_values[rank][name] = value
         state = asdict(self.progress) | {
             "rng": gather_object([rng_state()]),
             "records": len(self.run.records),
@@ -304,22 +304,6 @@ class TrainingState:
         self.saved = self.progress.step
         self.saved_at = time.monotonic()
 
-    def _task_state(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Return the task's tensors as "<rank>.<name>", and other values of each process."""
-        own = {}
-        for name, value in self.task.state_dict().items():
-            own[name] = value.detach().cpu() if isinstance(value, Tensor) else value
-        tensors = {}
-        values: list[dict[str, Any]] = []
-        for rank, state in enumerate(gather_object([own])):
-            values.append({})
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors[f"{rank}.{name}"] = value
-                else:
-                    values[rank][name] = value
-        return tensors, values
-
     def restore(self) -> None:
         """Load the newest intact checkpoint and remove later records.
 
@@ -332,12 +316,11 @@ class TrainingState:
                 "expected a disk that all nodes share"
             )
         path = newest(self.root) if self.accelerator.is_main_process else None
-        path = gather_object([path])[0]  # that of the first process
+        path, records = gather_object([(path, len(self.run.records))])[0]  # of the first process
         if path is None:
             self.run.rewind(0)
             return
         state = load_state(path)
-        records = gather_object([len(self.run.records)])[0]
         check_records(path, state, records)
         self._load_weights(path, state)
         load_optimizer(self.module, self.optimizer, load_tensors(path / "optimizer.safetensors"))

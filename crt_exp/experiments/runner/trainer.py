@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from crt_exp.attention.base import same_step
 from crt_exp.experiments.data import full_tensor
+from crt_exp.experiments.data.plan import Limit
 from crt_exp.experiments.predictions import write_predictions
 from crt_exp.experiments.runner import checkpoint
 from crt_exp.experiments.runner.checkpoint import TrainingState
@@ -401,21 +402,15 @@ class Trainer:
         world = self.accelerator
         generators = rng_state()
         # sharded models must run in lockstep
-        shard = (0, 1) if self.sharded else (world.process_index, world.num_processes)
+        rank, processes = (0, 1) if self.sharded else (world.process_index, world.num_processes)
         batch = config.eval_batch or config.batch // (world.num_processes * config.accumulate)
+        limit = Limit(config.evaluate) if config.evaluate else None
+        plan = Plan(batch, seed=self.seed, rank=rank, world=processes, limit=limit)
+        reader = Reader(self.task, plan, world.device, world.is_main_process)
         self._check_parameters(f"evaluation on {split}")
         self.module.eval()
         try:
             with torch.no_grad(), self.autocast():
-                reader = Reader(
-                    self.task,
-                    batch,
-                    self.seed,
-                    world.device,
-                    *shard,
-                    world.is_main_process,
-                    config.evaluate,
-                )
                 result = self.task.evaluate(self.scored, split, reader)
         except NotFinite as error:
             raise self._divergence_error(
@@ -423,7 +418,7 @@ class Trainer:
             ) from None
         self.module.train()
         set_rng_state(generators)
-        if any(gather_object([reader.partial])):
+        if any(gather_object([limit is not None and limit.partial])):
             result = result | {PARTIAL: config.evaluate}
         metrics = {}
         for name, value in result.items():

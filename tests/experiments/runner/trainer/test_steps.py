@@ -128,11 +128,12 @@ def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
     """Never more than the limit."""
     for limit in (None, 1, 2, 100):
         task = kind()
-        reader = Reader(task, 4, 0, "cpu", rank, world, limit=limit)
+        plan = Plan(4, rank=rank, world=world, limit=limit and Limit(limit))
+        reader = Reader(task, plan)
         count = len([*reader.batches("test")])
         every = len([*task.batches("test", Plan(4, rank=rank, world=world))])
         assert count == min(every, limit or every)
-        assert reader.partial == (count < every)
+        assert (limit is not None and plan.limit.partial) == (count < every)
 
 
 def joined(orders):
