@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -231,17 +231,14 @@ class Progress:
     losses: int = 0
 
 
-@dataclass
 class TrainingState:
     """Weights, optimiser, generators, task state and progress of one process.
 
-    All processes must call each method together.
-
-    Args:
-        keep: Number of checkpoints to keep in addition to the best.
-        per_epoch: Steps of an epoch.
+    All processes must call each method together. Subclasses set the attributes.
 
     Attributes:
+        adapters: None without adapters; else checkpoints lack the frozen weights.
+        per_epoch: Steps of an epoch.
         progress: The run's progress.
         saved, saved_at: Step and time of the last checkpoint.
     """
@@ -251,18 +248,16 @@ class TrainingState:
     task: Task
     run: RunDirectory
     accelerator: Accelerator
-    keep: int
     per_epoch: int
     adapters: Adapters | None = None
-    progress: Progress = field(default_factory=Progress)
-    saved: int = 0
-    saved_at: float = field(default_factory=time.monotonic)
+    progress: Progress
+    saved = 0
+    saved_at: float
 
-    def __post_init__(self):
-        self.scaler = self.accelerator.scaler
-        self.root = self.run.directory / CHECKPOINTS
-        self.stay = self.adapters.stay if self.adapters else set()
-        self.digest = self.adapters.digest if self.adapters else None
+    @property
+    def root(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.run.directory / CHECKPOINTS
 
     @property
     def epoch(self) -> float:
@@ -270,11 +265,14 @@ class TrainingState:
         progress = self.progress
         return round(progress.epoch + progress.position / max(1, self.per_epoch), 4)
 
-    def save(self) -> None:
-        """Write a checkpoint and remove old ones, on the first process."""
+    def save(self, keep: int) -> None:
+        """Write a checkpoint and remove old ones, on the first process.
+
+        keep: number of checkpoints to keep in addition to the best.
+        """
         weights = {}
         for name, tensor in self.module.state_dict().items():
-            if name not in self.stay:
+            if self.adapters is None or name not in self.adapters.stay:
                 weights[name] = full_tensor(tensor)
         tensors = {
             "model": weights,
@@ -295,12 +293,12 @@ class TrainingState:
             "rng": gather_object([rng_state()]),
             "records": len(self.run.records),
             "task": task_values,
-            "scaler": self.scaler.state_dict() if self.scaler else None,
-            "stay": self.digest,
+            "scaler": self.accelerator.scaler and self.accelerator.scaler.state_dict(),
+            "stay": self.adapters and self.adapters.digest,
         }
         if self.accelerator.is_main_process:
             save(self.root, self.progress.step, tensors, state)
-            prune(self.root, self.keep, (self.progress.best or {}).get("step"))
+            prune(self.root, keep, (self.progress.best or {}).get("step"))
         self.saved = self.progress.step
         self.saved_at = time.monotonic()
 
@@ -324,8 +322,8 @@ class TrainingState:
         check_records(path, state, records)
         self._load_weights(path, state)
         load_optimizer(self.module, self.optimizer, load_tensors(path / "optimizer.safetensors"))
-        if self.scaler and state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
+        if self.accelerator.scaler and state["scaler"]:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
         self.progress = Progress(**{key: state[key] for key in asdict(Progress())})
         self.saved = self.progress.step
         self.run.rewind(state["records"])
@@ -339,11 +337,12 @@ class TrainingState:
 
     def _load_weights(self, path: Path, state: dict[str, Any]) -> None:
         """Load weights and task state. Raises CheckpointError for those of another run."""
-        if state.get("stay") != self.digest:
+        if state.get("stay") != (self.adapters and self.adapters.digest):
             raise CheckpointError(
                 f"{path}: adapters of a different base model; use the task.init of the original run"
             )
-        load_model(self.module, load_tensors(path / "model.safetensors"), path, self.stay)
+        absent = self.adapters.stay if self.adapters else ()
+        load_model(self.module, load_tensors(path / "model.safetensors"), path, absent)
         states = state.get("task", [{}])
         file = path / "task.safetensors"
         tensors = load_tensors(file) if file.name in names_in(path) else {}

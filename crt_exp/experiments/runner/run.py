@@ -121,8 +121,7 @@ class RunDirectory:
         path = self.directory / INPUTS
         inputs = input_states(self.config["task"], self.task.inputs())
         if self.existed and INPUTS in names_in(self.directory):
-            before = read_json(path.read_bytes(), path)
-            changed = differences(before, inputs)
+            changed = differences(json_object(path), inputs)
             if changed:
                 raise ConfigError(
                     f"{', '.join(changed)}: files changed since {self.directory} began; restore them, or "
@@ -212,9 +211,10 @@ def read_records(path: Path) -> list[dict]:
 
     Raises ConfigError for lines that are not JSON, and OSError if the file cannot be read.
     """
-    if path.name not in names_in(path.parent):
+    try:
+        *lines, rest = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return []
-    *lines, rest = path.read_bytes().split(b"\n")
     records = [read_json(line.decode(errors="replace"), path, i) for i, line in enumerate(lines, 1)]
     if rest:
         write_atomic(path, b"".join(line + b"\n" for line in lines))

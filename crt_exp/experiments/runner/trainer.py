@@ -27,7 +27,7 @@ from crt_exp.experiments.data import full_tensor
 from crt_exp.experiments.data.plan import Limit
 from crt_exp.experiments.predictions import write_predictions
 from crt_exp.experiments.runner import checkpoint
-from crt_exp.experiments.runner.checkpoint import TrainingState
+from crt_exp.experiments.runner.checkpoint import Progress, TrainingState
 from crt_exp.experiments.runner.distributed import rng_state, set_rng_state, shard
 from crt_exp.experiments.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stop_error
 from crt_exp.experiments.runner.nonfinite import first_nonfinite, layer_of, nonfinite_parameters
@@ -85,7 +85,7 @@ def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
             yield item
 
 
-class Trainer:
+class Trainer(TrainingState):
     """Trains `task` by `config`; writes records and checkpoints of `run`.
 
     Raises:
@@ -110,43 +110,29 @@ class Trainer:
         self.seed = seed
         self.accelerator = accelerator
         self.per_epoch, self.total = planned_steps(config, task, accelerator.num_processes)
-        self._build()
-        self.training_state = TrainingState(
-            self.module,
-            self.optimizer,
-            task,
-            run,
-            accelerator,
-            config.keep,
-            self.per_epoch,
-            self.adapters,
-        )
+        self.progress = Progress()
         self.rate = 0.0
         self.score = ""  # of the last evaluation
         self.stopping = False
         self.overdue = False
         self.feed: Iterator[Any] | None = None
         self.signals = StopSignals()
-
-    def _build(self) -> None:
-        """Create model and optimiser for the processes, and seed each process."""
-        config = self.config
-        self.module = self.task.build(self.mechanism)
-        self.adapters = Adapters(self.module, config.lora) if config.adapt else None
-        if config.freeze:
-            freeze(self.module, config.freeze)
-        self.sharded = config.strategy == "fsdp" and self.accelerator.num_processes > 1
+        self.module = task.build(mechanism)
+        if config.adapt:
+            self.adapters = Adapters(self.module, config.lora)
+        freeze(self.module, config.freeze)
+        self.sharded = config.strategy == "fsdp" and accelerator.num_processes > 1
         # sharded layers cast themselves
-        self.autocast = nullcontext if self.sharded else self.accelerator.autocast
-        self.module.to(self.accelerator.device)
+        self.autocast = nullcontext if self.sharded else accelerator.autocast
+        self.module.to(accelerator.device)
         if self.sharded:
             self.model = shard(self.module, config.precision)
         self.optimizer = None
         if self.total:
-            optimizer = make_optimizer(self.module, config, self.task.lr_scale, self.task.decays)
-            self.optimizer = self.accelerator.prepare_optimizer(optimizer)  # float16: loss scaling
+            optimizer = make_optimizer(self.module, config, task)
+            self.optimizer = accelerator.prepare_optimizer(optimizer)  # float16: loss scaling
         if not self.sharded:
-            self.model = self.accelerator.prepare_model(self.module)
+            self.model = accelerator.prepare_model(self.module)
         self.trained = [p for p in self.module.parameters() if p.requires_grad]
         self.scored = self.module
         if config.compile:  # _first_nonfinite uses the plain module
@@ -154,15 +140,15 @@ class Trainer:
             torch._dynamo.config.capture_dynamic_output_shape_ops = True
             self.model = torch.compile(self.model)
             self.scored = torch.compile(self.module)
-        sequence = np.random.SeedSequence([self.seed, self.accelerator.process_index])
+        sequence = np.random.SeedSequence([seed, accelerator.process_index])
         set_seed(int(sequence.generate_state(1)[0]))
+        self.saved_at = time.monotonic()
 
     # ---- the loop
 
     def fit(self) -> None:
         """Continue from the state in the run directory, up to the final record."""
-        self.training_state.restore()
-        self.progress = self.training_state.progress
+        self.restore()
         self.bar = tqdm(
             desc="training",
             total=self.total,
@@ -187,11 +173,11 @@ class Trainer:
             and p.step != p.evaluated
             and self._is_time(config.eval_every)
         )
-        if p.step > self.training_state.saved and (
+        if p.step > self.saved and (
             due or self.stopping or self.overdue or self._is_time(config.save_every)
         ):
             self._check_parameters("checkpoint")
-            self.training_state.save()
+            self.save(config.keep)
             self.overdue = False
         if self.stopping:
             raise stop_error(self.signals.signum or signal.SIGTERM)
@@ -289,9 +275,7 @@ class Trainer:
         processes for non-finite numbers, unless float16 can lower its scale.
         """
         minutes = self.config.save_minutes
-        late = (
-            minutes is not None and time.monotonic() > self.training_state.saved_at + 60 * minutes
-        )
+        late = minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
         flags = torch.tensor(
             [self.signals.signum is not None, late], dtype=loss.dtype, device=loss.device
         )
@@ -354,7 +338,7 @@ class Trainer:
         """
         if step is None:
             step = self.progress.step + 1
-        good = checkpoint.steps(self.training_state.root)  # saved only with finite weights
+        good = checkpoint.steps(self.root)  # saved only with finite weights
         last = "there is no checkpoint before it"
         if good:
             last = f"the checkpoint of step {good[-1]} is the last good one"
@@ -383,7 +367,7 @@ class Trainer:
         if progress.best is None or self._is_better(value, progress.best["metrics"][metric]):
             progress.best = {
                 "step": progress.step,
-                "epoch": self.training_state.epoch,
+                "epoch": self.epoch,
                 "metrics": metrics,
             }
 
@@ -438,7 +422,7 @@ class Trainer:
         if best:
             ending["best_step"] = best["step"]
             if best["step"] != p.step:
-                self.training_state.load_best()
+                self.load_best()
         if best and task.test is None and not task.predictions:
             metrics = best["metrics"]
         else:  # also where only the predictions of the best weights are missing
@@ -466,6 +450,4 @@ class Trainer:
             self.task.export(self.module, tensors, self.run.directory)
 
     def _record(self, split: str, **values: Any) -> None:
-        self.run.log(
-            step=self.progress.step, epoch=self.training_state.epoch, split=split, **values
-        )
+        self.run.log(step=self.progress.step, epoch=self.epoch, split=split, **values)

@@ -10,7 +10,7 @@ import importlib.util
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.experiments.models.folder import ADAPTER, TRAINED, save_tensors, whole_folder
+from crt_exp.experiments.tasks.base import Task
 from crt_exp.registry import ConfigError, unknown
 from crt_exp.swap import families
 from crt_exp.validation import Count, NotNegative, Positive, Rate, Whole, checked
@@ -83,25 +84,19 @@ class TrainerConfig:
             raise ConfigError("trainer.adapt=lora: peft is missing; pip install 'crt_exp[adapt]'")
 
 
-def make_optimizer(
-    model: nn.Module,
-    config: TrainerConfig,
-    scale: Callable[[str], float],
-    decays: Callable[[str, nn.Parameter], bool],
-) -> torch.optim.Optimizer:
-    """Create Adam or AdamW with one parameter group per scale and weight decay.
+def make_optimizer(model: nn.Module, config: TrainerConfig, task: Task) -> torch.optim.Optimizer:
+    """Create Adam or AdamW with one parameter group per learning-rate factor and weight decay of the task.
 
-    scale: parameter name -> factor on the learning rate; 0 freezes the parameter. decays: whether a parameter has
-    weight decay. Each group stores its peak learning rate as `peak`. Raises ConfigError if no parameter is trained.
+    Each group stores its peak learning rate as `peak`. Raises ConfigError if no parameter is trained.
     """
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     fused = True
     for name, parameter in model.named_parameters():
-        factor = scale(name)
+        factor = task.lr_scale(name)
         if factor == 0:
             parameter.requires_grad_(False)
         if parameter.requires_grad:
-            groups.setdefault((factor, decays(name, parameter)), []).append(parameter)
+            groups.setdefault((factor, task.decays(name, parameter)), []).append(parameter)
             supported = parameter.device.type in ("cpu", "cuda")
             fused = fused and supported and parameter.is_floating_point()
     if not groups:
