@@ -7,6 +7,7 @@ the SHA-256 of each file. It is written under a temporary name and renamed. Noth
 import hashlib
 import json
 import os
+import random
 import shutil
 import time
 from collections.abc import Collection
@@ -14,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import safe_open
@@ -23,7 +26,6 @@ from torch import Tensor, nn
 from crt_exp.attention.state import make_room
 from crt_exp.experiments.data import full_tensor
 from crt_exp.experiments.models.folder import mismatch
-from crt_exp.experiments.runner.distributed import rng_state, set_rng_state, sharded_like
 from crt_exp.experiments.runner.run import (
     CONFIG,
     RunDirectory,
@@ -189,6 +191,17 @@ def load_model(
     model.load_state_dict(shards, strict=not absent)
 
 
+def sharded_like(own: Tensor, tensor: Tensor) -> Tensor:
+    """Return this process's shard of `tensor`, placed as `own`, without communication."""
+    if not hasattr(own, "device_mesh"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(
+        tensor.to(own.device), own.device_mesh, own.placements, src_data_rank=None
+    )
+
+
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the optimiser's tensors as "<parameter name>.<key>"."""
     tensors = {}
@@ -213,6 +226,40 @@ def load_optimizer(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor])
             tensor = sharded_like(parameter, tensor)
         states.setdefault(positions[parameter], {})[key] = tensor
     optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
+
+
+# ---- random generators
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's generators, as plain JSON.
+
+    Of GPUs, only the current device is included.
+    """
+    kind, keys, *rest = np.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore the result of rng_state, with or without a round trip through JSON."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
+    torch.set_rng_state(_bytes_of(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes_of(state["cuda"]))
+
+
+def _bytes_of(digits: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)
 
 
 # ---- training state

@@ -6,7 +6,7 @@ file.
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,20 @@ def check_command_line(args: list[str]) -> str | None:
                 return help_text(cfg)
             if flags.multirun:  # all runs before the first; a run without a sweep is checked once
                 check_plain(plain_config(cfg))
-    if not flags.cfg and rank() == 0:
-        kind = "sweep" if flags.multirun else "run"
-        check_writable(f"hydra.{kind}.dir", str(cfg.hydra[kind].dir))
+    if flags.cfg or rank() > 0:
+        return None
+    kind = "sweep" if flags.multirun else "run"
+    named = f"hydra.{kind}.dir"
+    directory = Path(cfg.hydra[kind].dir)
+    refuse_home(named, str(directory))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{named}={directory}: {error.strerror}; expected a writable folder"
+        ) from None
+    with suppress(OSError):  # not empty; Hydra creates it with a new timestamp
+        directory.rmdir()
     return None
 
 
@@ -192,7 +203,11 @@ def unknown_key(error: OmegaConfBaseException, overrides: list[str]) -> ConfigEr
         options = [name for name in map(override_key, overrides) if name.startswith(f"{key}.")]
         users = users_of(options[0]) if options else []
         return ConfigError(f"{key}: none is chosen, add {key}={either(users or ['...'])}")
-    nearest = unknown("key", full, sibling_keys(error.parent_node or (), path))
+    start = f"{path}." if path else ""
+    siblings = [f"{start}{name}" for name in map(str, error.parent_node or ()) if name[0] != "_"]
+    if not path:
+        siblings += {*GROUPS, "experiment"} - {*siblings}
+    nearest = unknown("key", full, sorted(siblings))
     group = full.partition(".")[0]
     if group == "hydra":
         return nearest
@@ -214,14 +229,6 @@ def unknown_key(error: OmegaConfBaseException, overrides: list[str]) -> ConfigEr
     return ConfigError("; ".join([f"unknown key {full!r}", *hints])) if hints else nearest
 
 
-def sibling_keys(parent: Iterable[str], path: str) -> list[str]:
-    """Return the dotted keys beside an unknown one, sorted."""
-    names = [str(name) for name in parent if not str(name).startswith("_")]
-    if path:
-        return sorted({f"{path}.{name}" for name in names})
-    return sorted({*names, *GROUPS, "experiment"})
-
-
 def users_of(key: str) -> list[str]:
     """Return the choices of a key's group whose files have the key."""
     group = key.partition(".")[0]
@@ -238,18 +245,6 @@ def refuse_home(key: str, folder: str) -> None:
     """Raise ConfigError for ~, which would be the name of a folder."""
     if folder.startswith("~"):
         raise ConfigError(f"{key}={folder}: ~ is not expanded here; write $HOME for ~")
-
-
-def check_writable(key: str, folder: str) -> None:
-    """Raise ConfigError if the directory of a run or a sweep cannot be created."""
-    refuse_home(key, folder)
-    directory = Path(folder)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{key}={folder}: {error.strerror}; expected a writable folder") from None
-    with suppress(OSError):  # not empty; Hydra creates it with a new timestamp
-        directory.rmdir()
 
 
 # ---- --help

@@ -7,6 +7,7 @@ epoch) and on pure functions of the step (learning rate, data order).
 """
 
 import math
+import operator
 import signal
 import time
 from collections import deque
@@ -27,8 +28,13 @@ from crt_exp.experiments.data import full_tensor
 from crt_exp.experiments.data.plan import Limit
 from crt_exp.experiments.predictions import write_predictions
 from crt_exp.experiments.runner import checkpoint
-from crt_exp.experiments.runner.checkpoint import Progress, TrainingState
-from crt_exp.experiments.runner.distributed import rng_state, set_rng_state, shard
+from crt_exp.experiments.runner.checkpoint import (
+    Progress,
+    TrainingState,
+    rng_state,
+    set_rng_state,
+)
+from crt_exp.experiments.runner.distributed import shard
 from crt_exp.experiments.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stop_error
 from crt_exp.experiments.runner.nonfinite import first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.experiments.runner.run import PARTIAL, RunDirectory
@@ -364,18 +370,14 @@ class Trainer(TrainingState):
         value = metrics[metric]
         formatted = "nan" if value is None else f"{value:.4f}"
         self.score = f", {metric} {formatted}"
-        if progress.best is None or self._is_better(value, progress.best["metrics"][metric]):
+        best = progress.best["metrics"][metric] if progress.best else None
+        is_better = operator.lt if self.task.lower_is_better else operator.gt
+        if not progress.best or (value is not None and (best is None or is_better(value, best))):
             progress.best = {
                 "step": progress.step,
                 "epoch": self.epoch,
                 "metrics": metrics,
             }
-
-    def _is_better(self, value: float | None, best: float | None) -> bool:
-        """Whether a metric is better than the best; None is a non-finite value."""
-        if value is None or best is None:
-            return value is not None
-        return value < best if self.task.lower_is_better else value > best
 
     def evaluate(self, split: str) -> dict[str, float | None]:
         """Return the task's metrics of a split; None for non-finite values.

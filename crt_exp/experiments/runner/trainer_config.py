@@ -174,28 +174,16 @@ def linear_layers(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
                 parents[path] = parent
     if targets is not None:
         return match_names(parents, targets, "trainer.lora.targets")
-    projections = [path for path, parent in parents.items() if is_attention(parent)]
+    projections = []  # of attention of a known family, or beside an attention layer
+    for path, parent in parents.items():
+        if families.family(parent) or any(isinstance(m, AttentionLayer) for m in parent.children()):
+            projections.append(path)
     if not projections:
         raise ConfigError(
             "trainer.lora.targets=null: no projections found; set names such as "
             f"{', '.join([*parents][:3])}"
         )
     return projections
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module is attention of a known family, or holds an attention layer."""
-    if families.family(module):
-        return True
-    return any(isinstance(child, AttentionLayer) for child in module.children())
-
-
-def tied_layers(model: nn.Module, paths: Iterable[str]) -> list[str]:
-    """The layers whose weight belongs to another module too, such as a head tied to the embeddings."""
-    owners: Counter[int] = Counter()
-    for module in model.modules():
-        owners.update(id(parameter) for parameter in module.parameters(recurse=False))
-    return [path for path in paths if owners[id(model.get_submodule(path).weight)] > 1]
 
 
 class Adapters:
@@ -215,12 +203,17 @@ class Adapters:
             for name in module.__dict__.get("made_anew", ()):  # such as a new head
                 trained.append(f"{path}.{name}".lstrip("."))
         targets = linear_layers(model, lora["targets"])
-        tied = tied_layers(model, targets)
-        if lora["merge"] and tied:
-            raise ConfigError(
-                f"trainer.lora.merge=true: {tied[0]} is tied to other weights; remove it from trainer.lora.targets, "
-                "or set trainer.lora.merge=false"
-            )
+        owners: Counter[int] = (
+            Counter()
+        )  # modules of each weight: a head may be tied to the embeddings
+        for module in model.modules():
+            owners.update(id(parameter) for parameter in module.parameters(recurse=False))
+        for path in targets:
+            if lora["merge"] and owners[id(model.get_submodule(path).weight)] > 1:
+                raise ConfigError(
+                    f"trainer.lora.merge=true: {path} is tied to other weights; remove it from trainer.lora.targets, "
+                    "or set trainer.lora.merge=false"
+                )
         self.model = model
         self.config = LoraConfig(
             r=lora["rank"],

@@ -14,7 +14,7 @@ from helpers.torchrun import ENVIRONMENT, TORCHRUN, torchrun
 from helpers.toy import BASE, CARRYING, FILES, PLAIN, assert_close, checkpoints, records
 
 from crt_exp.experiments.runner import checkpoint
-from crt_exp.experiments.runner.distributed import rng_state
+from crt_exp.experiments.runner.checkpoint import rng_state
 from crt_exp.experiments.runner.exit_handling import StopSignals
 
 
