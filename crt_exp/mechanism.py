@@ -273,7 +273,7 @@ class Mechanism:
             )
         if not phi.own_kernel and phi.kernel != kernel:
             phi = replace(phi, kernel=kernel)
-        return phi.of_size(self.m)
+        return phi.of_size(self.m) if phi.on_sequences else phi
 
     @property
     def sampler(self) -> Callable[..., Noise] | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from crt_exp.features.statistics import Kernel, log_kernel
 from crt_exp.samplers.noise import Nested, Noise, leaves, map_leaves, match_float64, transforming
-from crt_exp.validation import check_values
+from crt_exp.validation import check_options
 
 # Value of positive features. Zero-dimensional tensors combine with every device and dtype.
 ONE = torch.ones(())
@@ -166,7 +166,7 @@ class FeatureMap:
     moments: ClassVar[tuple[str, ...]] = ("mean", "mean_sq", "mean_abs", "minimum")
 
     def __post_init__(self):
-        check_values("", type(self), vars(self))
+        check_options("", type(self), vars(self), complete=False)
 
     @property
     def fitted(self) -> bool:

@@ -360,7 +360,9 @@ class TrainingState:
                 f"hydra.run.dir={self.run.directory}: not seen by process {seen.index(False)}; "
                 "expected a disk that all nodes share"
             )
-        path = newest(self.root) if self.accelerator.is_main_process else None
+        path = None
+        if self.accelerator.is_main_process and self.run.existed:
+            path = newest(self.root)
         path, records = gather_object([(path, len(self.run.records))])[0]  # of the first process
         if path is None:
             self.run.rewind(0)

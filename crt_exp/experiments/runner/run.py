@@ -117,10 +117,14 @@ class RunDirectory:
 
     def _open(self) -> None:
         """Check and read the records of an earlier run, then write the files of this run."""
-        self.existed = self._continues()
+        # a run killed at its start leaves a .tmp file
+        names = {path.name for path in self.directory.iterdir() if path.suffix != ".tmp"}
+        self.existed = not names <= {LOCK}
+        if self.existed:
+            self._check_continuation()
         path = self.directory / INPUTS
         inputs = input_states(self.config["task"], self.task.inputs())
-        if self.existed and INPUTS in names_in(self.directory):
+        if INPUTS in names:
             changed = differences(json_object(path), inputs)
             if changed:
                 raise ConfigError(
@@ -135,10 +139,8 @@ class RunDirectory:
         logger.begin_run(self.directory, self.config)
         self.logger = logger  # is finished only if it began
 
-    def _continues(self) -> bool:
-        """Return whether there is an earlier run that may be continued."""
-        if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
-            return False  # a run killed at its start leaves a .tmp file
+    def _check_continuation(self) -> None:
+        """Raise ConfigError if the configuration does not continue the earlier run."""
         if self.config["resume"] != "auto":
             raise ConfigError(
                 f"hydra.run.dir={self.directory}: not empty; set resume=auto, or use another folder"
@@ -156,7 +158,6 @@ class RunDirectory:
             raise ConfigError(
                 f"hydra.run.dir={self.directory}: these keys differ: {', '.join(changed)}"
             )
-        return True
 
     def log(self, **record: Any) -> None:
         """Append a record: step, epoch, split and metrics; adds time_s."""

@@ -126,7 +126,8 @@ class Trainer(TrainingState):
         self.module = task.build(mechanism)
         if config.adapt:
             self.adapters = Adapters(self.module, config.lora)
-        freeze(self.module, config.freeze)
+        if config.freeze:
+            freeze(self.module, config.freeze)
         self.sharded = config.strategy == "fsdp" and accelerator.num_processes > 1
         # sharded layers cast themselves
         self.autocast = nullcontext if self.sharded else accelerator.autocast

@@ -52,7 +52,9 @@ def test_each_process_continues_with_its_own_random_numbers(tmp_path, monkeypatc
         shared = SimpleNamespace(
             process_index=rank, num_processes=2, is_main_process=True, scaler=None
         )
-        run = SimpleNamespace(directory=tmp_path, records=[], rewind=lambda count: None)
+        run = SimpleNamespace(
+            directory=tmp_path, existed=True, records=[], rewind=lambda count: None
+        )
         state = checkpoint.TrainingState()
         state.module, state.optimizer, state.task = model, optimizer, toy.Toy()
         state.run, state.accelerator, state.per_epoch = run, shared, 12
