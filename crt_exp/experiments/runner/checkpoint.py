@@ -394,7 +394,7 @@ class TrainingState:
         load_model(self.module, load_tensors(path / "model.safetensors"), path, absent)
         states = state.get("task", [{}])
         file = path / "task.safetensors"
-        tensors = load_tensors(file) if file.name in names_in(path) else {}
+        tensors = load_tensors(file) if file.exists() else {}
         own = 0
         if len(states) == self.accelerator.num_processes:
             own = self.accelerator.process_index

@@ -28,7 +28,7 @@ Batch = Any  # tensors in dicts, lists or tuples; the trainer moves them to the 
 
 
 class BaseTask(ABC):
-    """What the runner reads of every task; see TrainingTask and Measurement."""
+    """What the runner reads of every task; see Task and Measurement."""
 
     # metric: key in the last record that is the result, and that sweeps optimise
     metric: str
@@ -94,7 +94,7 @@ class Measurement(BaseTask):
         return f"{len(records)} rows"
 
 
-class TrainingTask(BaseTask):
+class Task(BaseTask):
     """Interface of a trained task: data, model, loss and metrics.
 
     A task does not depend on the attention method, the device or the number of
@@ -237,9 +237,6 @@ class TrainingTask(BaseTask):
             metrics.append(f"{key} {value:.4f}")
         name = type(self).__name__.lower()
         return f"{name}: {', '.join(metrics)} ({last['split']}, step {last['step']})"
-
-
-Task = TrainingTask
 
 
 @dataclass_transform(eq_default=False)
