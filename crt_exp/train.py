@@ -196,7 +196,7 @@ def run_training(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict
     elif overrides("trainer.lora"):
         unused = " ".join(overrides("trainer.lora"))
         raise ConfigError(f"trainer.adapt=null: does not use {unused}; set trainer.adapt=lora")
-    planned_steps(trainer, task, world_size())
+    steps = planned_steps(trainer, task, world_size())
     accelerator = Accelerator(
         cpu=trainer.cpu or not torch.accelerator.is_available(),
         mixed_precision=trainer.precision,
@@ -207,7 +207,7 @@ def run_training(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict
         with RunDirectory(config, task, output_directory(), accelerator.is_main_process) as run:
             set_seed(config["seed"])
             if not gather_object([is_finished(run.records)])[0]:  # those of the first process
-                Trainer(trainer, task, mechanism, run, accelerator, config["seed"]).fit()
+                Trainer(trainer, task, mechanism, run, accelerator, config["seed"], steps).fit()
             if accelerator.is_main_process and not (run.directory / CURVES).is_file():
                 draw_curves(run.records, task.metric, run.directory)
         failed = False

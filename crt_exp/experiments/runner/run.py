@@ -151,7 +151,7 @@ class RunDirectory:
             if key.endswith("._target_"):
                 old[key] = present_path(old[key])
         changed = []
-        for key, change in differences(old, dict(leaves(self.config))).items():
+        for key, change in differences(old, self.config).items():
             if not f"{key}.".startswith(FREE_KEYS):
                 changed.append(change)
         if changed:

@@ -94,10 +94,11 @@ def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
 class Trainer(TrainingState):
     """Trains `task` by `config`; writes records and checkpoints of `run`.
 
+    steps: `planned_steps`.
+
     Raises:
         Stopped: After a signal or a divergence.
         CheckpointError: If a checkpoint cannot be written or used.
-        ConfigError: If task and config are incompatible.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Trainer(TrainingState):
         run: RunDirectory,
         accelerator: Accelerator,
         seed: int,
+        steps: tuple[int, int],
     ):
         self.config = config
         self.task = task
@@ -115,7 +117,7 @@ class Trainer(TrainingState):
         self.run = run
         self.seed = seed
         self.accelerator = accelerator
-        self.per_epoch, self.total = planned_steps(config, task, accelerator.num_processes)
+        self.per_epoch, self.total = steps
         self.progress = Progress()
         self.rate = 0.0
         self.score = ""  # of the last evaluation
