@@ -26,11 +26,11 @@ from crt_exp.registry import (
     ConfigError,
     canonical,
     check_node,
+    choices,
     construct,
     file_of,
     import_object,
     import_path,
-    known_names,
     own_options,
     read_yaml,
     uses,
@@ -56,15 +56,25 @@ BASE = "base/random_features"  # file of conf/attention: the layer around a feat
 class Component:
     """The features or the sampler of a mechanism: its name, and its yaml node or object.
 
-    >>> Component("pos", {"_target_": "crt_exp.features.PosRF"}).text()
-    'pos'
+    >>> Component("pos", {"_target_": "crt_exp.features.PosRF"}).value.kernel
+    'softmax'
     """
 
     name: str
     content: Any
 
+    @property
+    def value(self) -> Any:
+        """The feature map, or the function that samples."""
+        if not isinstance(self.content, dict):
+            return self.content
+        target = import_object(self.content["_target_"])
+        options = own_options(self.content)
+        return target(**options) if isinstance(target, type) else partial(target, **options)
+
+    @property
     def text(self) -> str:
-        """Return the name, or the import path of an object's class."""
+        """The name, or the import path of an object's class."""
         if isinstance(self.content, dict):
             return self.name
         return import_path(definition_of(self.content))
@@ -153,28 +163,28 @@ class Mechanism:
         'favorpp m=64 sampler=givens'
         """
         name = from_import_path("attention", canonical("attention", name))
-        of_map = (
-            FEATURES.is_one(name) or isinstance(name, FeatureMap) or name in known_names("features")
-        )
-        if of_map and name not in known_names("attention"):
-            if features is not None:
-                raise ConfigError(
-                    f"features={format_value(features)}: not allowed with a feature map; remove it"
-                )
-            features = name
-            name = None
-        elif (name is None and features is None) or (
-            isinstance(name, str) and name not in known_names("attention")
-        ):
-            raise unknown(
-                "attention",
-                str(name),
-                dict.fromkeys([*known_names("attention"), *known_names("features")]),
-            )
+        if name not in choices("attention"):
+            if FEATURES.is_one(name) or isinstance(name, FeatureMap) or name in choices("features"):
+                if features is not None:
+                    raise ConfigError(
+                        f"features={format_value(features)}: not allowed with a feature map; remove it"
+                    )
+                features = name
+                name = None
+            elif isinstance(name, str) or (name is None and features is None):
+                known = dict.fromkeys([*choices("attention"), *choices("features")])
+                raise unknown("attention", str(name), known)
         preset = BASE if name is None else name
         node, named = read_preset(preset)
         what = import_path(preset)
-        choices = {"features": features, "sampler": sampler}
+        asked = {"features": features, "sampler": sampler, "m": m}
+        absent = asked.keys() - uses(node)
+        unused = []
+        for key, value in (asked | options).items():
+            if value is not None and key.partition(".")[0] in absent:
+                unused.append(f"{key}={format_value(value)}")
+        if unused:
+            raise ConfigError(f"attention={what}: does not use {' '.join(unused)}; remove it")
         changes: dict[str, dict[str, Any]] = {"features": {}, "sampler": {}, "phi": {}, "": {}}
         for key, value in plain(options).items():
             part, _, option = key.rpartition(".")
@@ -182,26 +192,18 @@ class Mechanism:
                 changes[part][option] = value
             else:
                 changes[""][key] = value
-        used = uses(node)
-        unused = []
-        for key, value in (choices | {"m": m} | options).items():
-            part = key.partition(".")[0]
-            if value is not None and part in ("features", "sampler", "m") and part not in used:
-                unused.append(f"{key}={format_value(value)}")
-        if unused:
-            raise ConfigError(f"attention={what}: does not use {' '.join(unused)}; remove it")
         node = apply_changes(f"attention {what}", node, changes[""])
         if changes["phi"]:
             node["phi"] = apply_changes("phi", node.get("phi", {}), changes["phi"])
         node = resolve_references(node)
         check_node("attention", node, ATTENTION)
         parts = {}
-        for group in [group for group in PARTS if group in used]:
-            choice = choices[group] or named.get(group) or default_choice(group)
+        for group in [group for group in PARTS if group not in absent]:
+            choice = asked[group] or named.get(group) or default_choice(group)
             parts[group] = find_component(group, choice, changes[group])
         if m is None:
             m = default_choice("m")
-        m = whole_number(m, "m") if "m" in used else None
+        m = None if "m" in absent else whole_number(m, "m")
         seed = whole_number(seed, "seed", None)
         return cls(parts["features"].name if name is None else what, node, parts, m, seed)
 
@@ -231,23 +233,7 @@ class Mechanism:
     @property
     def estimates(self) -> bool:
         """Whether the feature map estimates a kernel; baselines have none."""
-        if "features" not in self.parts:
-            return False
-        content = self.parts["features"].content
-        phi = content if isinstance(content, FeatureMap) else self.map(own_kernel=True)
-        return phi.estimates
-
-    @property
-    def own_kernel(self) -> bool:
-        """Whether the feature map defines its own kernel, such as Matern.
-
-        Such a map serves kernel regression, and no attention.
-        """
-        if "features" not in self.parts:
-            return False
-        content = self.parts["features"].content
-        target = import_object(content["_target_"]) if isinstance(content, dict) else content
-        return target.own_kernel
+        return "features" in self.parts and self.parts["features"].value.estimates
 
     @property
     def columns(self) -> int | None:
@@ -270,35 +256,29 @@ class Mechanism:
     def map(self, kernel: str = "softmax", *, own_kernel: bool = False) -> FeatureMap:
         """Return the feature map of a kernel, "softmax" or "gaussian".
 
-        own_kernel: whether a feature map with its own kernel may take the place. Raises ConfigError if the mechanism
-        has no feature map, or one with its own kernel that may not.
+        own_kernel: whether a feature map with its own kernel, such as Matern, may take the place. Such a map serves
+        kernel regression, and no attention. Raises ConfigError if the mechanism has no feature map, or one with its own
+        kernel that may not.
         """
-        if self.own_kernel and not own_kernel:
-            raise ConfigError(
-                f"features={self.parts['features'].name}: has its own kernel; expected a softmax feature map"
-            )
         if "phi" in self.options:
             return construct(self.options["phi"])
         if "features" not in self.parts:
             raise ConfigError(
                 f"attention {self.name}: no feature map; use one with a feature map, such as favorpp"
             )
-        content = self.parts["features"].content
-        if isinstance(content, dict):
-            content = construct(content) if self.own_kernel else construct(content, kernel=kernel)
-        elif not self.own_kernel and content.kernel != kernel:
-            content = replace(content, kernel=kernel)
-        return content.of_size(self.m) if content.on_sequences and self.m else content
+        phi = self.parts["features"].value
+        if phi.own_kernel and not own_kernel:
+            raise ConfigError(
+                f"features={self.parts['features'].name}: has its own kernel; expected a softmax feature map"
+            )
+        if not phi.own_kernel and phi.kernel != kernel:
+            phi = replace(phi, kernel=kernel)
+        return phi.of_size(self.m) if phi.on_sequences else phi
 
     @property
     def sampler(self) -> Callable[..., Noise] | None:
         """The function that samples the random projections; None for a baseline."""
-        if "sampler" not in self.parts:
-            return None
-        content = self.parts["sampler"].content
-        if isinstance(content, dict):
-            return partial(import_object(content["_target_"]), **own_options(content))
-        return content
+        return self.parts["sampler"].value if "sampler" in self.parts else None
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """Sample m projections of dimension d; a tuple for a map with several parts."""
@@ -319,12 +299,12 @@ class Mechanism:
             ConfigError: a custom class ignores a size. Such a layer could see future tokens or scale its logits
                 wrongly.
         """
-        options = dict(self.options)
-        if "phi" in options or self.m is not None:
+        node = dict(self.options)
+        if "phi" in node or self.m is not None:
             sizes |= {"phi": self.map(), "sampler": self.sampler, "m": self.m or 1}
-        if "phi" in options:  # a map with options of its own
-            options = {key: options[key] for key in options if key not in ("phi", "kernel")}
-        module = construct(options, heads=heads, d=d, seed=self.seed, layer=layer, **sizes)
+        if node.pop("phi", None):
+            node.pop("kernel", None)  # an option of the map
+        module = construct(node, heads=heads, d=d, seed=self.seed, layer=layer, **sizes)
         for key in ("kv_heads", "causal", "scaling"):
             size = sizes.get(key)
             if size is not None and getattr(module, key, size) != size:
@@ -353,10 +333,10 @@ class Mechanism:
     def describe(self) -> dict[str, Any]:
         """Return everything but the seed that decides the values, as plain values."""
         values = {"attention": own_options(self.options) or self.name, "m": self.m}
-        for group in PARTS:
-            content = self.parts[group].content if group in self.parts else None
-            is_plain = content is None or isinstance(content, dict)
-            values[group] = content if is_plain else repr(content)
+        values |= dict.fromkeys(PARTS)
+        for group, part in self.parts.items():
+            is_node = isinstance(part.content, dict)
+            values[group] = part.content if is_node else repr(part.content)
         return values
 
     def to_saved(self) -> dict[str, Any]:
@@ -366,18 +346,16 @@ class Mechanism:
         """
         options = own_options(self.options)
         options.pop("phi", None)
-        named = "." not in self.name
-        names: dict[str, str | None] = dict.fromkeys(PARTS)
-        for group, part in self.parts.items():
-            named = named and isinstance(part.content, dict)
-            names[group] = part.name
+        parts = self.parts.values()
+        named = "." not in self.name and all(isinstance(part.content, dict) for part in parts)
         if named:
             options |= self._changes()
         return {
-            "name": self.name if self.name in known_names("attention") else None,
+            "name": self.name if self.name in choices("attention") else None,
             "m": self.m,
             "seed": self.seed,
-            **names,
+            **dict.fromkeys(PARTS),
+            **{group: part.name for group, part in self.parts.items()},
             "rebuilds": named,
             "options": options,
             "described": json.loads(json.dumps(self.describe(), default=str)),
@@ -391,14 +369,14 @@ class Mechanism:
             defaults = {}
             if isinstance(part.content, dict):
                 options = own_options(part.content)
-                if part.name in known_names(group):
+                if part.name in choices(group):
                     defaults = read_yaml(file_of(group, part.name))
             elif is_dataclass(part.content):
                 for entry in fields(part.content):
                     options[entry.name] = getattr(part.content, entry.name)
                     defaults[entry.name] = entry.default
             pairs[group] = (options, defaults)
-        if "phi" in self.options and self.name in known_names("attention"):
+        if "phi" in self.options and self.name in choices("attention"):
             preset, _ = read_preset(self.name)
             phi = resolve_references(self.options | {"phi": preset["phi"]})["phi"]
             pairs["phi"] = (self.options["phi"], phi)
@@ -424,7 +402,7 @@ class Mechanism:
             check_saved(saved)
             names = {"attention": saved["name"]} | {group: saved[group] for group in PARTS}
             for group, name in names.items():
-                if name is not None and name not in known_names(group):
+                if name is not None and name not in choices(group):
                     raise ConfigError(
                         f"unknown {group} {name!r}; for a custom name pass names=FOLDER (Python: "
                         "own_names), the --config-dir of the run"
@@ -450,14 +428,14 @@ class Mechanism:
         preset = import_object(self.options["_target_"]) if "." in name else name
         parts = dict(self.parts)
         is_map = "features" in parts and name == parts["features"].name
-        if is_map and name not in known_names("attention"):
+        if is_map and name not in choices("attention"):
             preset = BASE  # a feature map alone
-            name = parts.pop("features").text()
+            name = parts.pop("features").text
         node, named = read_preset(preset)
         words = {} if self.m is None else {"m": self.m}
         for group, part in parts.items():
-            if part.text() != (named.get(group) or default_choice(group)):
-                words[group] = part.text()
+            if part.text != (named.get(group) or default_choice(group)):
+                words[group] = part.text
         for key, value in own_options(self.options).items():
             if key != "phi" and node.get(key) != value:
                 words[key] = value
@@ -543,15 +521,15 @@ def read_preset(name: str | type) -> tuple[dict[str, Any], dict[str, str]]:
             node[key] = "???" if option.required else plain(option.default)
         return node, {}
     node = read_yaml(file_of("attention", name))
-    choices = {}
+    named = {}
     base = {}
     for entry in node.pop("defaults", []):
         if isinstance(entry, str):
             base |= read_preset(entry.split("@")[0])[0]
             continue
         for key, value in entry.items():
-            choices[key.removeprefix("override /").split("@")[0]] = value
-    return base | node, choices
+            named[key.removeprefix("override /").split("@")[0]] = value
+    return base | node, named
 
 
 def default_choice(group: str) -> Any:
@@ -565,7 +543,7 @@ def default_choice(group: str) -> Any:
 
 def from_import_path(group: str, choice: Any) -> Any:
     """Import an object from a path such as "mine.ShiftedRF"; return others as is."""
-    is_path = isinstance(choice, str) and "." in choice and choice not in known_names(group)
+    is_path = isinstance(choice, str) and "." in choice and choice not in choices(group)
     return import_object(choice) if is_path else choice
 
 
@@ -575,8 +553,8 @@ def find_component(group: str, choice: Any, changes: dict[str, Any]) -> Componen
     if target is not choice and not PARTS[group].is_one(target):
         raise ConfigError(f"{group}={choice}: expected {PARTS[group].what}")
     if isinstance(target, str):
-        if choice not in known_names(group):
-            error = unknown(group, choice, known_names(group))
+        if choice not in choices(group):
+            error = unknown(group, choice, choices(group))
             if group == "features":
                 error = features_of_attention(group, choice) or error
             raise error
@@ -606,7 +584,7 @@ def definition_of(value: Any) -> Any:
 def features_of_attention(key: str, name: str) -> ConfigError | None:
     """Return the error for an attention where a feature map is expected; None for others."""
     attention = canonical("attention", name.lower())
-    if attention not in known_names("attention"):
+    if attention not in choices("attention"):
         return None
     features = read_preset(attention)[1].get("features")
     advice = (

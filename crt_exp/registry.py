@@ -46,10 +46,6 @@ CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf
 # ---- names
 
 
-def choices(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
 @contextmanager
 def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
     """Context manager that adds the names of folders laid out like conf/.
@@ -88,7 +84,7 @@ def user_message(error: Exception) -> str | None:
     return message or str(error)
 
 
-def known_names(group: str) -> list[str]:
+def choices(group: str) -> list[str]:
     """The names of a group, including those of `own_names`.
 
     Only these names become parts of file paths.

@@ -19,8 +19,7 @@ if __name__ == "__main__":
     sys.exit()
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import hydra
@@ -58,6 +57,9 @@ from crt_exp.experiments.runner.sweep import (
 )
 from crt_exp.optional import HideBroken
 from crt_exp.registry import CONF, ConfigError, construct, import_object, own_names
+
+# of processes that wait for one that reads or writes; NCCL's own is 10 minutes
+PATIENCE = timedelta(hours=2)
 
 
 def main() -> None:
@@ -113,15 +115,22 @@ def run(cfg: DictConfig) -> float | None:
             check_direction(task_class, HydraConfig.get().sweeper.get("direction"))
         task = construct(config["task"])
         mechanism = Mechanism.from_config(config, choice)
-        if "features" in mechanism.parts:
-            with errors_of("features"):
-                mechanism.map(own_kernel=task.accepts_own_kernel)
         is_measurement = isinstance(task, Measurement)
         unused = [o for o in overrides() if mechanism_part(o) not in (None, *task.uses)]
         if is_measurement:
             unused += overrides("trainer")
         if unused:
             raise ConfigError(f"task={choice('task')}: does not use {' '.join(unused)}; remove it")
+        group = "features"
+        try:
+            if group in mechanism.parts:
+                mechanism.map(own_kernel=task.accepts_own_kernel)
+            if choice("attention") and not is_measurement:
+                group = "attention"
+                mechanism.layer(2, 8)
+        except ValueError as error:  # of a constructor
+            prefix = f"{group}={choice(group)}: "
+            raise ConfigError(f"{prefix}{str(error).removeprefix(prefix)}") from None
         if task.stand_in and rank() == 0:
             print(task.stand_in, flush=True)
         if is_measurement:
@@ -138,16 +147,6 @@ def run(cfg: DictConfig) -> float | None:
             notes.append(task.stand_in)
         print(f"{'; '.join(notes)}  [{output_directory()}]")
         return last[task.metric]
-
-
-@contextmanager
-def errors_of(group: str) -> Iterator[None]:
-    """Prefix a constructor's ValueError with the choice that caused it."""
-    try:
-        yield
-    except ValueError as error:
-        prefix = f"{group}={choice(group)}: "
-        raise ConfigError(f"{prefix}{str(error).removeprefix(prefix)}") from None
 
 
 def run_measurement(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict]:
@@ -177,9 +176,11 @@ def run_measurement(config: dict[str, Any], task: Any, mechanism: Any) -> list[d
 
 def run_training(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict]:
     """Return the records of a task that trains; empty except on the first process."""
+    import torch
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import gather_object, set_seed
 
-    from crt_exp.experiments.runner.distributed import processes
     from crt_exp.experiments.runner.trainer import Trainer, planned_steps
 
     trainer = construct(config["trainer"])
@@ -195,17 +196,27 @@ def run_training(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict
     elif overrides("trainer.lora"):
         unused = " ".join(overrides("trainer.lora"))
         raise ConfigError(f"trainer.adapt=null: does not use {unused}; set trainer.adapt=lora")
-    planned_steps(trainer, task, world_size())
-    if choice("attention"):
-        with errors_of("attention"):
-            mechanism.layer(2, 8)
-    with (
-        processes(trainer.precision, trainer.cpu) as accelerator,
-        RunDirectory(config, task, output_directory(), accelerator.is_main_process) as run,
-    ):
-        set_seed(config["seed"])
-        if not gather_object([is_finished(run.records)])[0]:  # those of the first process
-            Trainer(trainer, task, mechanism, run, accelerator, config["seed"]).fit()
-        if accelerator.is_main_process and not (run.directory / CURVES).is_file():
-            draw_curves(run.records, task.metric, run.directory)
+    steps = planned_steps(trainer, task, world_size())
+    accelerator = Accelerator(
+        cpu=trainer.cpu or not torch.accelerator.is_available(),
+        mixed_precision=trainer.precision,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
+    failed = True
+    try:
+        with RunDirectory(config, task, output_directory(), accelerator.is_main_process) as run:
+            set_seed(config["seed"])
+            if not gather_object([is_finished(run.records)])[0]:  # those of the first process
+                Trainer(trainer, task, mechanism, run, accelerator, config["seed"], steps).fit()
+            if accelerator.is_main_process and not (run.directory / CURVES).is_file():
+                draw_curves(run.records, task.metric, run.directory)
+        failed = False
+    finally:
+        # after an error, the other processes may not reach this point
+        if not failed or accelerator.num_processes == 1:
+            # leave the process group and reset accelerate, for the next run of a sweep
+            accelerator.free_memory()
+            accelerator.end_training()
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
     return run.records

@@ -358,30 +358,26 @@ def parameters(target: Any) -> dict[str, Parameter]:
     return by_name
 
 
-def check_values(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first wrong value; `prefix` names it in the error."""
-    wanted = target if isinstance(target, dict) else parameters(target)
-    for name, parameter in wanted.items():
-        if name in values:
-            key = f"{prefix}.{name}" if prefix else name
-            check(key, values[name], parameter.hint)
+def check_options(
+    prefix: str, target: Any, values: Mapping[str, Any], complete: bool = True
+) -> None:
+    """Raise ConfigError for a wrong value, named with `prefix`.
 
-
-def check_options(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an unknown or missing key, or a wrong value.
-
-    `target` is a class, a function, a TypedDict, or a dictionary of `Parameter`.
+    Args:
+        target: a class, a function, a TypedDict, or a dictionary of `Parameter`.
+        complete: also refuse unknown and missing keys.
     """
     wanted = target if isinstance(target, dict) else parameters(target)
     start = f"{prefix}." if prefix else ""
-    names = {key: f"{start}{key}" for key in [*wanted, *values]}
     for key in values:
-        if key not in wanted:
-            raise unknown("key", names[key], [names[word] for word in wanted])
-    check_values(prefix, wanted, values)
+        if complete and key not in wanted:
+            raise unknown("key", f"{start}{key}", [f"{start}{word}" for word in wanted])
     for key, parameter in wanted.items():
-        if parameter.required and key not in values:
-            raise ConfigError(f"{names[key]}: missing, expected {describe(parameter.hint)}")
+        if key in values:
+            check(f"{start}{key}", values[key], parameter.hint)
+    for key, parameter in wanted.items():
+        if complete and parameter.required and key not in values:
+            raise ConfigError(f"{start}{key}: missing, expected {describe(parameter.hint)}")
 
 
 def files_named(key: str, value: Any, hint: Any) -> Iterator[tuple[str, str]]:
@@ -422,7 +418,8 @@ def checked(prefix: str, kind: type | None = None) -> Any:
 
     @functools.wraps(construct)
     def checking(self, *args, **options):
-        check_values(prefix, kind, arguments.bind(self, *args, **options).arguments)
+        values = arguments.bind(self, *args, **options).arguments
+        check_options(prefix, kind, values, complete=False)
         construct(self, *args, **options)
 
     kind.__init__ = checking

@@ -15,7 +15,7 @@ from crt_exp import Mechanism, swap_attention
 from crt_exp.attention import Baseline
 from crt_exp.features import FeatureMap, Features
 from crt_exp.features.base import ONE
-from crt_exp.registry import ConfigError, known_names, own_names
+from crt_exp.registry import ConfigError, choices, own_names
 
 
 @pytest.fixture
@@ -194,8 +194,8 @@ def test_other_constructors_are_refused_in_a_line(make, words):
 
 def test_a_name_is_no_path():
     for name in ("../sampler/iid", "base/random_features", "/etc/passwd", "f" * 5000):
-        assert name not in known_names("attention")
-        assert name not in known_names("features")
+        assert name not in choices("attention")
+        assert name not in choices("features")
         with pytest.raises(ConfigError, match="unknown attention|cannot be imported"):
             Mechanism.of(name)
 

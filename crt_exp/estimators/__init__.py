@@ -55,7 +55,7 @@ def load_map(features: str, kernel: str) -> FeatureMap:
             f"features={features!r}: expected a name of conf/features, or a FeatureMap"
         )
     mechanism = Mechanism.of(features=features)
-    if not mechanism.own_kernel and not mechanism.estimates:
+    if not mechanism.estimates:
         raise ConfigError(NO_KERNEL.format(features))
     return mechanism.map(kernel, own_kernel=True)
 

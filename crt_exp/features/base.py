@@ -23,7 +23,7 @@ from crt_exp.samplers.noise import (
     map_leaves,
     match_float64,
 )
-from crt_exp.validation import check_values
+from crt_exp.validation import check_options
 
 # Value of positive features. Zero-dimensional tensors combine with every device and dtype.
 ONE = torch.ones(())
@@ -172,7 +172,7 @@ class FeatureMap:
     moments: ClassVar[tuple[str, ...]] = ("mean", "mean_sq", "mean_abs", "minimum")
 
     def __post_init__(self):
-        check_values("", type(self), vars(self))
+        check_options("", type(self), vars(self), complete=False)
 
     @property
     def fitted(self) -> bool:

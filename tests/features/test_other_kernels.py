@@ -102,7 +102,7 @@ def test_arc_cosine_kernels_are_those_of_layers_at_random():
 def test_every_kernel_of_conf_is_under_the_laws():
     own = []
     for name in choices("features"):
-        if Mechanism.of(features=name).own_kernel:
+        if Mechanism.of(features=name).map(own_kernel=True).own_kernel:
             own.append(name)
     assert own
     assert not {*own} & {*map_names()}

@@ -37,15 +37,11 @@ def map_names(without=()):
     """The maps of conf/features that estimate softmax or the Gaussian kernel, but for those `without`."""
     unknown = {*without} - {*choices("features")}
     assert not unknown, unknown
-    mechanisms = {}
+    maps = {}
     for name in choices("features"):
         if name not in without:
-            mechanisms[name] = Mechanism.of(features=name)
-    return tuple(
-        name
-        for name, mechanism in mechanisms.items()
-        if not mechanism.own_kernel and mechanism.map().estimates
-    )
+            maps[name] = Mechanism.of(features=name).map(own_kernel=True)
+    return tuple(name for name, phi in maps.items() if not phi.own_kernel and phi.estimates)
 
 
 KERNELS = ("softmax", "gaussian")

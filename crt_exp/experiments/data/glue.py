@@ -118,15 +118,11 @@ class Examples:
         draw = random.Random(0).random
         keys = [draw() for _ in self.labels]
         order = sorted(range(len(keys)), key=keys.__getitem__)
-        return self.take(order[n:]), self.take(order[:n])
-
-    def take(self, indices: Sequence[int]) -> "Examples":
-        """The examples of some indices, in file order."""
-        indices = sorted(indices)
-        texts = []
-        for column in self.texts:
-            texts.append([column[i] for i in indices])
-        return Examples(texts, [self.labels[i] for i in indices])
+        parts = []
+        for indices in (sorted(order[n:]), sorted(order[:n])):
+            texts = [[*map(column.__getitem__, indices)] for column in self.texts]
+            parts.append(Examples(texts, [self.labels[i] for i in indices]))
+        return parts[0], parts[1]
 
 
 def load(
@@ -168,7 +164,17 @@ def load(
     texts = []
     for column in task.columns:
         texts.append([row[column] for _, row in rows])
-    return Examples(texts, [label_of(task, row[task.label], place) for place, row in rows])
+    labels: list[Any] = []
+    for place, row in rows:
+        label = row[task.label]
+        if label in task.spelled:
+            labels.append(task.spelled.index(label))
+        elif not task.spelled and re.fullmatch(r"[0-4](\.\d+)?|5(\.0+)?", label):
+            labels.append(float(label))
+        else:
+            expected = ", ".join(task.spelled) or "a number from 0 to 5"
+            raise DataError(f"{place}: label {label!r}: expected {expected}")
+    return Examples(texts, labels)
 
 
 def split_file(task: GlueTask, split: str, data_dir: Folder = None) -> Path:
@@ -178,17 +184,6 @@ def split_file(task: GlueTask, split: str, data_dir: Folder = None) -> Path:
     if path is None or not path.is_file():
         raise missing_file(task.source, path, list(task.splits).index(split))
     return path
-
-
-def label_of(task: GlueTask, text: str, place: str) -> int | float:
-    """Class or score of a label; raises DataError for other labels."""
-    if text in task.spelled:
-        return task.spelled.index(text)
-    if not task.spelled and re.fullmatch(r"[0-4](\.\d+)?|5(\.0+)?", text):
-        return float(text)
-    raise DataError(
-        f"{place}: label {text!r}: expected {', '.join(task.spelled) or 'a number from 0 to 5'}"
-    )
 
 
 def from_copy(name: str, split: str) -> Examples:

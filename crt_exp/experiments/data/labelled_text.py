@@ -192,11 +192,9 @@ def groups_of(rows: pd.DataFrame) -> np.ndarray:
 
 def leave_out_repeated(rows: pd.DataFrame, parts: np.ndarray, named: str) -> None:
     """Leave out rows whose texts are in a later part, in `parts` (n,)."""
-    numbers = rows.groupby([*rows.columns], sort=False).ngroup().to_numpy()
-    repeated = np.zeros(len(parts), bool)
-    for i, part in enumerate(SPLITS):
-        later = np.isin(parts, SPLITS[i + 1 :])
-        repeated |= (parts == part) & np.isin(numbers, numbers[later])
+    order = pd.Series([SPLITS.index(part) for part in parts])
+    last = order.groupby([rows[column] for column in rows]).transform("max")
+    repeated = (order < last).to_numpy()
     if repeated.any():
         warn("%s: left out %d rows whose text is in a later part", named, int(repeated.sum()))
         parts[repeated] = ""

@@ -7,13 +7,16 @@ the SHA-256 of each file. It is written under a temporary name and renamed. Noth
 import hashlib
 import json
 import os
+import random
 import shutil
 import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import safe_open
@@ -23,7 +26,6 @@ from torch import Tensor, nn
 from crt_exp.attention.state import make_room
 from crt_exp.experiments.data import full_tensor
 from crt_exp.experiments.models.folder import mismatch
-from crt_exp.experiments.runner.distributed import rng_state, set_rng_state, sharded_like
 from crt_exp.experiments.runner.run import (
     CONFIG,
     RunDirectory,
@@ -87,31 +89,23 @@ def damage(path: Path) -> str | None:
     Damage is a file that is missing or differs from its checksum, or a manifest that names no files. Raises
     CheckpointError if the checkpoint cannot be read: it may be intact.
     """
+    file = path / MANIFEST
     try:
-        return _first_difference(path)
+        files = json.loads(file.read_bytes())["files"]
+        for name, entry in files.items():
+            file = path / name
+            digest = entry["sha256"]
+            with file.open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
+                    return f"{name} differs from its checksum"
+    except FileNotFoundError:
+        return f"{file.name} is missing"
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); the checkpoints stay, try again"
         ) from None
-
-
-def _first_difference(path: Path) -> str | None:
-    """Compare a checkpoint with its manifest."""
-    present = names_in(path)
-    if MANIFEST not in present:
-        return f"{MANIFEST} is missing"
-    content = (path / MANIFEST).read_bytes()
-    try:
-        files = json.loads(content)["files"]
-        digests = {name: entry["sha256"] for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is not a manifest: {error}"
-    for name, digest in digests.items():
-        if name not in present:
-            return f"{name} is missing"
-        with (path / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                return f"{name} differs from its checksum"
     return None
 
 
@@ -197,6 +191,17 @@ def load_model(
     model.load_state_dict(shards, strict=not absent)
 
 
+def sharded_like(own: Tensor, tensor: Tensor) -> Tensor:
+    """Return this process's shard of `tensor`, placed as `own`, without communication."""
+    if not hasattr(own, "device_mesh"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(
+        tensor.to(own.device), own.device_mesh, own.placements, src_data_rank=None
+    )
+
+
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the optimiser's tensors as "<parameter name>.<key>"."""
     tensors = {}
@@ -223,6 +228,40 @@ def load_optimizer(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
 
 
+# ---- random generators
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's generators, as plain JSON.
+
+    Of GPUs, only the current device is included.
+    """
+    kind, keys, *rest = np.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore the result of rng_state, with or without a round trip through JSON."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
+    torch.set_rng_state(_bytes_of(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes_of(state["cuda"]))
+
+
+def _bytes_of(digits: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)
+
+
 # ---- training state
 
 
@@ -239,17 +278,14 @@ class Progress:
     losses: int = 0
 
 
-@dataclass
 class TrainingState:
     """Weights, optimiser, generators, task state and progress of one process.
 
-    All processes must call each method together.
-
-    Args:
-        keep: Number of checkpoints to keep in addition to the best.
-        per_epoch: Steps of an epoch.
+    All processes must call each method together. Subclasses set the attributes.
 
     Attributes:
+        adapters: None without adapters; else checkpoints lack the frozen weights.
+        per_epoch: Steps of an epoch.
         progress: The run's progress.
         saved, saved_at: Step and time of the last checkpoint.
     """
@@ -259,18 +295,16 @@ class TrainingState:
     task: Task
     run: RunDirectory
     accelerator: Accelerator
-    keep: int
     per_epoch: int
     adapters: Adapters | None = None
-    progress: Progress = field(default_factory=Progress)
-    saved: int = 0
-    saved_at: float = field(default_factory=time.monotonic)
+    progress: Progress
+    saved = 0
+    saved_at: float
 
-    def __post_init__(self):
-        self.scaler = self.accelerator.scaler
-        self.root = self.run.directory / CHECKPOINTS
-        self.stay = self.adapters.stay if self.adapters else set()
-        self.digest = self.adapters.digest if self.adapters else None
+    @property
+    def root(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.run.directory / CHECKPOINTS
 
     @property
     def epoch(self) -> float:
@@ -278,47 +312,42 @@ class TrainingState:
         progress = self.progress
         return round(progress.epoch + progress.position / max(1, self.per_epoch), 4)
 
-    def save(self) -> None:
-        """Write a checkpoint and remove old ones, on the first process."""
+    def save(self, keep: int) -> None:
+        """Write a checkpoint and remove old ones, on the first process.
+
+        keep: number of checkpoints to keep in addition to the best.
+        """
         weights = {}
         for name, tensor in self.module.state_dict().items():
-            if name not in self.stay:
+            if self.adapters is None or name not in self.adapters.stay:
                 weights[name] = full_tensor(tensor)
         tensors = {
             "model": weights,
             "optimizer": optimizer_tensors(self.module, self.optimizer),
         }
-        task_tensors, task_values = self._task_state()
-        if task_tensors:
-            tensors["task"] = task_tensors
+        own = {}
+        for name, value in self.task.state_dict().items():
+            own[name] = value.detach().cpu() if isinstance(value, Tensor) else value
+        task_values: list[dict[str, Any]] = []  # of each process
+        for rank, values in enumerate(gather_object([own])):
+            task_values.append({})
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    tensors.setdefault("task", {})[f"{rank}.{name}"] = value
+                else:
+                    task_values[rank][name] = value
         state = asdict(self.progress) | {
             "rng": gather_object([rng_state()]),
             "records": len(self.run.records),
             "task": task_values,
-            "scaler": self.scaler.state_dict() if self.scaler else None,
-            "stay": self.digest,
+            "scaler": self.accelerator.scaler and self.accelerator.scaler.state_dict(),
+            "stay": self.adapters and self.adapters.digest,
         }
         if self.accelerator.is_main_process:
             save(self.root, self.progress.step, tensors, state)
-            prune(self.root, self.keep, (self.progress.best or {}).get("step"))
+            prune(self.root, keep, (self.progress.best or {}).get("step"))
         self.saved = self.progress.step
         self.saved_at = time.monotonic()
-
-    def _task_state(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Return the task's tensors as "<rank>.<name>", and other values of each process."""
-        own = {}
-        for name, value in self.task.state_dict().items():
-            own[name] = value.detach().cpu() if isinstance(value, Tensor) else value
-        tensors = {}
-        values: list[dict[str, Any]] = []
-        for rank, state in enumerate(gather_object([own])):
-            values.append({})
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors[f"{rank}.{name}"] = value
-                else:
-                    values[rank][name] = value
-        return tensors, values
 
     def restore(self) -> None:
         """Load the newest intact checkpoint and remove later records.
@@ -331,18 +360,19 @@ class TrainingState:
                 f"hydra.run.dir={self.run.directory}: not seen by process {seen.index(False)}; "
                 "expected a disk that all nodes share"
             )
-        path = newest(self.root) if self.accelerator.is_main_process else None
-        path = gather_object([path])[0]  # that of the first process
+        path = None
+        if self.accelerator.is_main_process and self.run.existed:
+            path = newest(self.root)
+        path, records = gather_object([(path, len(self.run.records))])[0]  # of the first process
         if path is None:
             self.run.rewind(0)
             return
         state = load_state(path)
-        records = gather_object([len(self.run.records)])[0]
         check_records(path, state, records)
         self._load_weights(path, state)
         load_optimizer(self.module, self.optimizer, load_tensors(path / "optimizer.safetensors"))
-        if self.scaler and state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
+        if self.accelerator.scaler and state["scaler"]:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
         self.progress = Progress(**{key: state[key] for key in asdict(Progress())})
         self.saved = self.progress.step
         self.run.rewind(state["records"])
@@ -356,14 +386,15 @@ class TrainingState:
 
     def _load_weights(self, path: Path, state: dict[str, Any]) -> None:
         """Load weights and task state. Raises CheckpointError for those of another run."""
-        if state.get("stay") != self.digest:
+        if state.get("stay") != (self.adapters and self.adapters.digest):
             raise CheckpointError(
                 f"{path}: adapters of a different base model; use the task.init of the original run"
             )
-        load_model(self.module, load_tensors(path / "model.safetensors"), path, self.stay)
+        absent = self.adapters.stay if self.adapters else ()
+        load_model(self.module, load_tensors(path / "model.safetensors"), path, absent)
         states = state.get("task", [{}])
         file = path / "task.safetensors"
-        tensors = load_tensors(file) if file.name in names_in(path) else {}
+        tensors = load_tensors(file) if file.exists() else {}
         own = 0
         if len(states) == self.accelerator.num_processes:
             own = self.accelerator.process_index

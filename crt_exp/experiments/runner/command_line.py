@@ -6,7 +6,7 @@ file.
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ from crt_exp.registry import (
     OWN,
     ConfigError,
     canonical,
+    choices,
     file_of,
-    known_names,
     own_names,
 )
 from crt_exp.validation import either, to_text, unknown
@@ -83,9 +83,20 @@ def check_command_line(args: list[str]) -> str | None:
                 return help_text(cfg)
             if flags.multirun:  # all runs before the first; a run without a sweep is checked once
                 check_plain(plain_config(cfg))
-    if not flags.cfg and rank() == 0:
-        kind = "sweep" if flags.multirun else "run"
-        check_writable(f"hydra.{kind}.dir", str(cfg.hydra[kind].dir))
+    if flags.cfg or rank() > 0:
+        return None
+    kind = "sweep" if flags.multirun else "run"
+    named = f"hydra.{kind}.dir"
+    directory = Path(cfg.hydra[kind].dir)
+    refuse_home(named, str(directory))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{named}={directory}: {error.strerror}; expected a writable folder"
+        ) from None
+    with suppress(OSError):  # not empty; Hydra creates it with a new timestamp
+        directory.rmdir()
     return None
 
 
@@ -173,7 +184,7 @@ def unknown_choice(group: str, name: str, options: list[str]) -> ConfigError:
     """Build the error for an unknown choice, with the groups that have this name."""
     others = []
     for other in (*GROUPS, "experiment"):
-        if canonical(other, name) in known_names(other):
+        if canonical(other, name) in choices(other):
             others.append(f"{name} is {NOUNS[other]}: {other}={name}")
     if others:
         return ConfigError("; ".join([f"unknown {group} {name!r}", *others]))
@@ -192,7 +203,11 @@ def unknown_key(error: OmegaConfBaseException, overrides: list[str]) -> ConfigEr
         options = [name for name in map(override_key, overrides) if name.startswith(f"{key}.")]
         users = users_of(options[0]) if options else []
         return ConfigError(f"{key}: none is chosen, add {key}={either(users or ['...'])}")
-    nearest = unknown("key", full, sibling_keys(error.parent_node or (), path))
+    start = f"{path}." if path else ""
+    siblings = [f"{start}{name}" for name in map(str, error.parent_node or ()) if name[0] != "_"]
+    if not path:
+        siblings += {*GROUPS, "experiment"} - {*siblings}
+    nearest = unknown("key", full, sorted(siblings))
     group = full.partition(".")[0]
     if group == "hydra":
         return nearest
@@ -214,21 +229,13 @@ def unknown_key(error: OmegaConfBaseException, overrides: list[str]) -> ConfigEr
     return ConfigError("; ".join([f"unknown key {full!r}", *hints])) if hints else nearest
 
 
-def sibling_keys(parent: Iterable[str], path: str) -> list[str]:
-    """Return the dotted keys beside an unknown one, sorted."""
-    names = [str(name) for name in parent if not str(name).startswith("_")]
-    if path:
-        return sorted({f"{path}.{name}" for name in names})
-    return sorted({*names, *GROUPS, "experiment"})
-
-
 def users_of(key: str) -> list[str]:
     """Return the choices of a key's group whose files have the key."""
     group = key.partition(".")[0]
     if group not in GROUPS:
         return []
     users = []
-    for name in known_names(group):
+    for name in choices(group):
         if key in keys_of(file_of(group, name), group):
             users.append(name)
     return users
@@ -240,25 +247,13 @@ def refuse_home(key: str, folder: str) -> None:
         raise ConfigError(f"{key}={folder}: ~ is not expanded here; write $HOME for ~")
 
 
-def check_writable(key: str, folder: str) -> None:
-    """Raise ConfigError if the directory of a run or a sweep cannot be created."""
-    refuse_home(key, folder)
-    directory = Path(folder)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{key}={folder}: {error.strerror}; expected a writable folder") from None
-    with suppress(OSError):  # not empty; Hydra creates it with a new timestamp
-        directory.rmdir()
-
-
 # ---- --help
 
 
 def help_text(cfg: DictConfig) -> str:
     """Fill the help template of conf/config.yaml for a composed configuration."""
     groups = [
-        wrap(f"{group}: {', '.join(known_names(group))}", 2)
+        wrap(f"{group}: {', '.join(choices(group))}", 2)
         for group in sorted([*GROUPS, "experiment"])
     ]
     keys = lines_of(plain_config(cfg), comments(cfg), "")
@@ -268,23 +263,17 @@ def help_text(cfg: DictConfig) -> str:
 
 def comments(cfg: DictConfig) -> dict[str, str]:
     """Return the comments on keys in config.yaml and in the chosen files."""
-    files = [(CONF / "config.yaml", "")]
-    choices = []
-    for place, name in cfg.hydra.runtime.choices.items():
-        if name:
-            choices.append((place.partition("@")[0], name))
-    choices.sort(key=lambda choice: choice[0] != "trainer")  # a task may replace keys of trainer
-    for path, name in choices:
+    result = keys_of(CONF / "config.yaml", "")
+    chosen = dict(cfg.hydra.runtime.choices)
+    chosen = {"trainer": chosen.pop("trainer"), **chosen}  # a task may replace keys of trainer
+    for place, name in chosen.items():
+        path = place.partition("@")[0]
         group = path.partition("/")[0]
         if group in (*GROUPS, "experiment"):
             for folder in (CONF, *OWN.get()):
-                files.append((folder / path / f"{name}.yaml", group))
-    result = {}
-    for file, group in files:
-        for key, comment in keys_of(file, group).items():
-            if comment:
-                result[key] = comment
-    return result
+                for key, comment in keys_of(folder / path / f"{name}.yaml", group).items():
+                    result[key] = comment or result.get(key)
+    return {key: comment for key, comment in result.items() if comment}
 
 
 def wrap(text: str, indent: int) -> str:

@@ -28,8 +28,24 @@ def first_nonfinite(
     """
     names = nonfinite_parameters(model)
     model.zero_grad()
+    hooks = []
+    for name, module in model.named_modules():
+        what = f"output of {name or 'the model'} ({type(module).__name__})"
+        hooks.append(module.register_forward_hook(partial(record, names, what)))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            hooks.append(parameter.register_hook(partial(record, names, f"gradient of {name}")))
     for batch in batches:
-        replay(model, batch, loss, names)
+        try:
+            value = loss(model, batch)
+            if not names and not finite(value):
+                names.append("the loss itself")
+            value.backward()
+        except NotFinite as error:
+            if not names:
+                names.append(layer_of(error, model))
+    for hook in hooks:
+        hook.remove()
     if names:
         return names[0]
     # Only the sum over micro-batches or processes overflowed. Backward reaches the last layer first.
@@ -53,30 +69,6 @@ def layer_of(error: BaseException, model: nn.Module) -> str:
         if isinstance(module, nn.Module) and names.get(module):
             message = f"{names[module]} ({type(module).__name__}): {error}"
     return message
-
-
-def replay(
-    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], names: list[str]
-) -> None:
-    """Run one micro-batch forward and backward; append the first problem to `names`."""
-    hooks = []
-    for name, module in model.named_modules():
-        what = f"output of {name or 'the model'} ({type(module).__name__})"
-        hooks.append(module.register_forward_hook(partial(record, names, what)))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            hooks.append(parameter.register_hook(partial(record, names, f"gradient of {name}")))
-    try:
-        value = loss(model, batch)
-        if not names and not finite(value):
-            names.append("the loss itself")
-        value.backward()
-    except NotFinite as error:
-        if not names:
-            names.append(layer_of(error, model))
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def record(names: list[str], what: str, *args: Any) -> None:

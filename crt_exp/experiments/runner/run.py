@@ -117,12 +117,15 @@ class RunDirectory:
 
     def _open(self) -> None:
         """Check and read the records of an earlier run, then write the files of this run."""
-        self.existed = self._continues()
+        # a run killed at its start leaves a .tmp file
+        names = {path.name for path in self.directory.iterdir() if path.suffix != ".tmp"}
+        self.existed = not names <= {LOCK}
+        if self.existed:
+            self._check_continuation()
         path = self.directory / INPUTS
         inputs = input_states(self.config["task"], self.task.inputs())
-        if self.existed and INPUTS in names_in(self.directory):
-            before = read_json(path.read_bytes(), path)
-            changed = differences(before, inputs)
+        if INPUTS in names:
+            changed = differences(json_object(path), inputs)
             if changed:
                 raise ConfigError(
                     f"{', '.join(changed)}: files changed since {self.directory} began; restore them, or "
@@ -136,10 +139,8 @@ class RunDirectory:
         logger.begin_run(self.directory, self.config)
         self.logger = logger  # is finished only if it began
 
-    def _continues(self) -> bool:
-        """Return whether there is an earlier run that may be continued."""
-        if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
-            return False  # a run killed at its start leaves a .tmp file
+    def _check_continuation(self) -> None:
+        """Raise ConfigError if the configuration does not continue the earlier run."""
         if self.config["resume"] != "auto":
             raise ConfigError(
                 f"hydra.run.dir={self.directory}: not empty; set resume=auto, or use another folder"
@@ -150,14 +151,13 @@ class RunDirectory:
             if key.endswith("._target_"):
                 old[key] = present_path(old[key])
         changed = []
-        for key, change in differences(old, dict(leaves(self.config))).items():
+        for key, change in differences(old, self.config).items():
             if not f"{key}.".startswith(FREE_KEYS):
                 changed.append(change)
         if changed:
             raise ConfigError(
                 f"hydra.run.dir={self.directory}: these keys differ: {', '.join(changed)}"
             )
-        return True
 
     def log(self, **record: Any) -> None:
         """Append a record: step, epoch, split and metrics; adds time_s."""
@@ -212,9 +212,10 @@ def read_records(path: Path) -> list[dict]:
 
     Raises ConfigError for lines that are not JSON, and OSError if the file cannot be read.
     """
-    if path.name not in names_in(path.parent):
+    try:
+        *lines, rest = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return []
-    *lines, rest = path.read_bytes().split(b"\n")
     records = [read_json(line.decode(errors="replace"), path, i) for i, line in enumerate(lines, 1)]
     if rest:
         write_atomic(path, b"".join(line + b"\n" for line in lines))

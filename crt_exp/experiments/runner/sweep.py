@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -98,31 +99,25 @@ class UsedOptionsSweeper(BasicSweeper):
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
             fail(ConfigError(f"hydra/launcher={choice('hydra/launcher')}: {last_line(error)}"))
-        sweep = sweeps[-1]
+        every = list(chain.from_iterable(self.overrides))
         for job, result in zip(jobs, results):
             if result.status != JobStatus.COMPLETED:
-                sweep.failures.append(self.failure_line(job, result._return_value))
+                varied = [o for o in job if any(o not in other for other in every)]
+                line = f"  {' '.join(varied)}: {last_line(result._return_value)}"
+                sweeps[-1].failures.append(line)
                 result.status = JobStatus.COMPLETED  # else Hydra would raise the first error
                 result.return_value = None
         return results
-
-    def failure_line(self, job: Sequence[str], error: BaseException) -> str:
-        """Return the varied overrides of a failed run, and the last line of its error."""
-        jobs = list(chain.from_iterable(self.overrides))
-        varied = [override for override in job if any(override not in other for other in jobs)]
-        return f"  {' '.join(varied)}: {last_line(error)}"
 
     def split_arguments(
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
         (jobs,) = BasicSweeper.split_arguments(overrides, None)
-        jobs, notes = without_unused(jobs, self._compose)
+        compose = partial(self.hydra_context.config_loader.load_sweep_config, self.config)
+        jobs, notes = without_unused(jobs, compose)
         for note in notes:
             print(note, flush=True)
         return list(self.split_overrides_to_chunks(jobs, max_batch_size))
-
-    def _compose(self, overrides: list[str]) -> DictConfig:
-        return self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
 
 
 def last_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ epoch) and on pure functions of the step (learning rate, data order).
 """
 
 import math
+import operator
 import signal
 import time
 from collections import deque
@@ -24,10 +25,16 @@ from tqdm import tqdm
 
 from crt_exp.attention.base import same_step
 from crt_exp.experiments.data import full_tensor
+from crt_exp.experiments.data.plan import Limit
 from crt_exp.experiments.predictions import write_predictions
 from crt_exp.experiments.runner import checkpoint
-from crt_exp.experiments.runner.checkpoint import TrainingState
-from crt_exp.experiments.runner.distributed import rng_state, set_rng_state, shard
+from crt_exp.experiments.runner.checkpoint import (
+    Progress,
+    TrainingState,
+    rng_state,
+    set_rng_state,
+)
+from crt_exp.experiments.runner.distributed import shard
 from crt_exp.experiments.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stop_error
 from crt_exp.experiments.runner.nonfinite import first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.experiments.runner.run import PARTIAL, RunDirectory
@@ -84,13 +91,14 @@ def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
             yield item
 
 
-class Trainer:
+class Trainer(TrainingState):
     """Trains `task` by `config`; writes records and checkpoints of `run`.
+
+    steps: `planned_steps`.
 
     Raises:
         Stopped: After a signal or a divergence.
         CheckpointError: If a checkpoint cannot be written or used.
-        ConfigError: If task and config are incompatible.
     """
 
     def __init__(
@@ -101,6 +109,7 @@ class Trainer:
         run: RunDirectory,
         accelerator: Accelerator,
         seed: int,
+        steps: tuple[int, int],
     ):
         self.config = config
         self.task = task
@@ -108,44 +117,31 @@ class Trainer:
         self.run = run
         self.seed = seed
         self.accelerator = accelerator
-        self.per_epoch, self.total = planned_steps(config, task, accelerator.num_processes)
-        self._build()
-        self.training_state = TrainingState(
-            self.module,
-            self.optimizer,
-            task,
-            run,
-            accelerator,
-            config.keep,
-            self.per_epoch,
-            self.adapters,
-        )
+        self.per_epoch, self.total = steps
+        self.progress = Progress()
         self.rate = 0.0
         self.score = ""  # of the last evaluation
         self.stopping = False
         self.overdue = False
         self.feed: Iterator[Any] | None = None
         self.signals = StopSignals()
-
-    def _build(self) -> None:
-        """Create model and optimiser for the processes, and seed each process."""
-        config = self.config
-        self.module = self.task.build(self.mechanism)
-        self.adapters = Adapters(self.module, config.lora) if config.adapt else None
+        self.module = task.build(mechanism)
+        if config.adapt:
+            self.adapters = Adapters(self.module, config.lora)
         if config.freeze:
             freeze(self.module, config.freeze)
-        self.sharded = config.strategy == "fsdp" and self.accelerator.num_processes > 1
+        self.sharded = config.strategy == "fsdp" and accelerator.num_processes > 1
         # sharded layers cast themselves
-        self.autocast = nullcontext if self.sharded else self.accelerator.autocast
-        self.module.to(self.accelerator.device)
+        self.autocast = nullcontext if self.sharded else accelerator.autocast
+        self.module.to(accelerator.device)
         if self.sharded:
             self.model = shard(self.module, config.precision)
         self.optimizer = None
         if self.total:
-            optimizer = make_optimizer(self.module, config, self.task.lr_scale, self.task.decays)
-            self.optimizer = self.accelerator.prepare_optimizer(optimizer)  # float16: loss scaling
+            optimizer = make_optimizer(self.module, config, task)
+            self.optimizer = accelerator.prepare_optimizer(optimizer)  # float16: loss scaling
         if not self.sharded:
-            self.model = self.accelerator.prepare_model(self.module)
+            self.model = accelerator.prepare_model(self.module)
         self.trained = [p for p in self.module.parameters() if p.requires_grad]
         self.scored = self.module
         if config.compile:  # _first_nonfinite uses the plain module
@@ -153,15 +149,15 @@ class Trainer:
             torch._dynamo.config.capture_dynamic_output_shape_ops = True
             self.model = torch.compile(self.model)
             self.scored = torch.compile(self.module)
-        sequence = np.random.SeedSequence([self.seed, self.accelerator.process_index])
+        sequence = np.random.SeedSequence([seed, accelerator.process_index])
         set_seed(int(sequence.generate_state(1)[0]))
+        self.saved_at = time.monotonic()
 
     # ---- the loop
 
     def fit(self) -> None:
         """Continue from the state in the run directory, up to the final record."""
-        self.training_state.restore()
-        self.progress = self.training_state.progress
+        self.restore()
         self.bar = tqdm(
             desc="training",
             total=self.total,
@@ -186,11 +182,11 @@ class Trainer:
             and p.step != p.evaluated
             and self._is_time(config.eval_every)
         )
-        if p.step > self.training_state.saved and (
+        if p.step > self.saved and (
             due or self.stopping or self.overdue or self._is_time(config.save_every)
         ):
             self._check_parameters("checkpoint")
-            self.training_state.save()
+            self.save(config.keep)
             self.overdue = False
         if self.stopping:
             raise stop_error(self.signals.signum or signal.SIGTERM)
@@ -288,9 +284,7 @@ class Trainer:
         processes for non-finite numbers, unless float16 can lower its scale.
         """
         minutes = self.config.save_minutes
-        late = (
-            minutes is not None and time.monotonic() > self.training_state.saved_at + 60 * minutes
-        )
+        late = minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
         flags = torch.tensor(
             [self.signals.signum is not None, late], dtype=loss.dtype, device=loss.device
         )
@@ -353,7 +347,7 @@ class Trainer:
         """
         if step is None:
             step = self.progress.step + 1
-        good = checkpoint.steps(self.training_state.root)  # saved only with finite weights
+        good = checkpoint.steps(self.root)  # saved only with finite weights
         last = "there is no checkpoint before it"
         if good:
             last = f"the checkpoint of step {good[-1]} is the last good one"
@@ -379,18 +373,14 @@ class Trainer:
         value = metrics[metric]
         formatted = "nan" if value is None else f"{value:.4f}"
         self.score = f", {metric} {formatted}"
-        if progress.best is None or self._is_better(value, progress.best["metrics"][metric]):
+        best = progress.best["metrics"][metric] if progress.best else None
+        is_better = operator.lt if self.task.lower_is_better else operator.gt
+        if not progress.best or (value is not None and (best is None or is_better(value, best))):
             progress.best = {
                 "step": progress.step,
-                "epoch": self.training_state.epoch,
+                "epoch": self.epoch,
                 "metrics": metrics,
             }
-
-    def _is_better(self, value: float | None, best: float | None) -> bool:
-        """Whether a metric is better than the best; None is a non-finite value."""
-        if value is None or best is None:
-            return value is not None
-        return value < best if self.task.lower_is_better else value > best
 
     def evaluate(self, split: str) -> dict[str, float | None]:
         """Return the task's metrics of a split; None for non-finite values.
@@ -401,21 +391,15 @@ class Trainer:
         world = self.accelerator
         generators = rng_state()
         # sharded models must run in lockstep
-        shard = (0, 1) if self.sharded else (world.process_index, world.num_processes)
+        rank, processes = (0, 1) if self.sharded else (world.process_index, world.num_processes)
         batch = config.eval_batch or config.batch // (world.num_processes * config.accumulate)
+        limit = Limit(config.evaluate) if config.evaluate else None
+        plan = Plan(batch, seed=self.seed, rank=rank, world=processes, limit=limit)
+        reader = Reader(self.task, plan, world.device, world.is_main_process)
         self._check_parameters(f"evaluation on {split}")
         self.module.eval()
         try:
             with torch.no_grad(), self.autocast():
-                reader = Reader(
-                    self.task,
-                    batch,
-                    self.seed,
-                    world.device,
-                    *shard,
-                    world.is_main_process,
-                    config.evaluate,
-                )
                 result = self.task.evaluate(self.scored, split, reader)
         except NotFinite as error:
             raise self._divergence_error(
@@ -423,7 +407,7 @@ class Trainer:
             ) from None
         self.module.train()
         set_rng_state(generators)
-        if any(gather_object([reader.partial])):
+        if any(gather_object([limit is not None and limit.partial])):
             result = result | {PARTIAL: config.evaluate}
         metrics = {}
         for name, value in result.items():
@@ -443,7 +427,7 @@ class Trainer:
         if best:
             ending["best_step"] = best["step"]
             if best["step"] != p.step:
-                self.training_state.load_best()
+                self.load_best()
         if best and task.test is None and not task.predictions:
             metrics = best["metrics"]
         else:  # also where only the predictions of the best weights are missing
@@ -471,6 +455,4 @@ class Trainer:
             self.task.export(self.module, tensors, self.run.directory)
 
     def _record(self, split: str, **values: Any) -> None:
-        self.run.log(
-            step=self.progress.step, epoch=self.training_state.epoch, split=split, **values
-        )
+        self.run.log(step=self.progress.step, epoch=self.epoch, split=split, **values)

@@ -10,7 +10,7 @@ import importlib.util
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.experiments.models.folder import ADAPTER, TRAINED, save_tensors, whole_folder
+from crt_exp.experiments.tasks.base import Task
 from crt_exp.registry import ConfigError, unknown
 from crt_exp.swap import families
 from crt_exp.validation import Count, NotNegative, Positive, Rate, Whole, checked
@@ -83,25 +84,19 @@ class TrainerConfig:
             raise ConfigError("trainer.adapt=lora: peft is missing; pip install 'crt_exp[adapt]'")
 
 
-def make_optimizer(
-    model: nn.Module,
-    config: TrainerConfig,
-    scale: Callable[[str], float],
-    decays: Callable[[str, nn.Parameter], bool],
-) -> torch.optim.Optimizer:
-    """Create Adam or AdamW with one parameter group per scale and weight decay.
+def make_optimizer(model: nn.Module, config: TrainerConfig, task: Task) -> torch.optim.Optimizer:
+    """Create Adam or AdamW with one parameter group per learning-rate factor and weight decay of the task.
 
-    scale: parameter name -> factor on the learning rate; 0 freezes the parameter. decays: whether a parameter has
-    weight decay. Each group stores its peak learning rate as `peak`. Raises ConfigError if no parameter is trained.
+    Each group stores its peak learning rate as `peak`. Raises ConfigError if no parameter is trained.
     """
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     fused = True
     for name, parameter in model.named_parameters():
-        factor = scale(name)
+        factor = task.lr_scale(name)
         if factor == 0:
             parameter.requires_grad_(False)
         if parameter.requires_grad:
-            groups.setdefault((factor, decays(name, parameter)), []).append(parameter)
+            groups.setdefault((factor, task.decays(name, parameter)), []).append(parameter)
             supported = parameter.device.type in ("cpu", "cuda")
             fused = fused and supported and parameter.is_floating_point()
     if not groups:
@@ -179,28 +174,16 @@ def linear_layers(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
                 parents[path] = parent
     if targets is not None:
         return match_names(parents, targets, "trainer.lora.targets")
-    projections = [path for path, parent in parents.items() if is_attention(parent)]
+    projections = []  # of attention of a known family, or beside an attention layer
+    for path, parent in parents.items():
+        if families.family(parent) or any(isinstance(m, AttentionLayer) for m in parent.children()):
+            projections.append(path)
     if not projections:
         raise ConfigError(
             "trainer.lora.targets=null: no projections found; set names such as "
             f"{', '.join([*parents][:3])}"
         )
     return projections
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module is attention of a known family, or holds an attention layer."""
-    if families.family(module):
-        return True
-    return any(isinstance(child, AttentionLayer) for child in module.children())
-
-
-def tied_layers(model: nn.Module, paths: Iterable[str]) -> list[str]:
-    """The layers whose weight belongs to another module too, such as a head tied to the embeddings."""
-    owners: Counter[int] = Counter()
-    for module in model.modules():
-        owners.update(id(parameter) for parameter in module.parameters(recurse=False))
-    return [path for path in paths if owners[id(model.get_submodule(path).weight)] > 1]
 
 
 class Adapters:
@@ -220,12 +203,17 @@ class Adapters:
             for name in module.__dict__.get("made_anew", ()):  # such as a new head
                 trained.append(f"{path}.{name}".lstrip("."))
         targets = linear_layers(model, lora["targets"])
-        tied = tied_layers(model, targets)
-        if lora["merge"] and tied:
-            raise ConfigError(
-                f"trainer.lora.merge=true: {tied[0]} is tied to other weights; remove it from trainer.lora.targets, "
-                "or set trainer.lora.merge=false"
-            )
+        owners: Counter[int] = (
+            Counter()
+        )  # modules of each weight: a head may be tied to the embeddings
+        for module in model.modules():
+            owners.update(id(parameter) for parameter in module.parameters(recurse=False))
+        for path in targets:
+            if lora["merge"] and owners[id(model.get_submodule(path).weight)] > 1:
+                raise ConfigError(
+                    f"trainer.lora.merge=true: {path} is tied to other weights; remove it from trainer.lora.targets, "
+                    "or set trainer.lora.merge=false"
+                )
         self.model = model
         self.config = LoraConfig(
             r=lora["rank"],

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, dataclass_transform
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from crt_exp.experiments.data.plan import Limit, Plan
+from crt_exp.experiments.data.plan import Plan
 from crt_exp.experiments.models.folder import Tensors
 from crt_exp.experiments.predictions import Prediction
 from crt_exp.mechanism import Mechanism
@@ -27,7 +28,7 @@ Batch = Any  # tensors in dicts, lists or tuples; the trainer moves them to the 
 
 
 class BaseTask(ABC):
-    """What the runner reads of every task; see TrainingTask and Measurement."""
+    """What the runner reads of every task; see Task and Measurement."""
 
     # metric: key in the last record that is the result, and that sweeps optimise
     metric: str
@@ -93,7 +94,7 @@ class Measurement(BaseTask):
         return f"{len(records)} rows"
 
 
-class TrainingTask(BaseTask):
+class Task(BaseTask):
     """Interface of a trained task: data, model, loss and metrics.
 
     A task does not depend on the attention method, the device or the number of
@@ -238,9 +239,6 @@ class TrainingTask(BaseTask):
         return f"{name}: {', '.join(metrics)} ({last['split']}, step {last['step']})"
 
 
-Task = TrainingTask
-
-
 @dataclass_transform(eq_default=False)
 def task_class(kind: type) -> type:
     """Class decorator: a data class that checks its arguments; errors name `task.<argument>`."""
@@ -251,39 +249,22 @@ def exp(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
+@dataclass
 class Reader:
     """Read a split for `Task.evaluate`, and reduce over all processes.
 
     The reader yields this process's share of the split on the device. The default is one process on the CPU:
-    `task.evaluate(model, "validation", Reader(task, batch=32))`.
+    `task.evaluate(model, "validation", Reader(task, Plan(32)))`.
 
     Args:
+        plan: rows of this process. Its `limit` states afterwards whether rows were left unread.
         progress: print the number of micro-batches read.
-        limit: maximum number of micro-batches of a split: those of a fixed random sample of the rows. `partial` is True
-            if this limit left rows unread.
-        world: number of processes.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        batch: int = 32,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        rank: int = 0,
-        world: int = 1,
-        progress: bool = False,
-        limit: int | None = None,
-    ):
-        self.task = task
-        self.device = torch.device(device)
-        self.progress = progress
-        self.limit = None if limit is None else Limit(limit)
-        self.plan = Plan(batch, seed=seed, rank=rank, world=world, limit=self.limit)
-
-    @property
-    def partial(self) -> bool:
-        return self.limit is not None and self.limit.partial
+    task: Task
+    plan: Plan = Plan(32)
+    device: torch.device | str = "cpu"
+    progress: bool = False
 
     def batches(self, split: str) -> Iterator[Batch]:
         """Yield micro-batches of at most `batch` rows, in row order."""
@@ -297,9 +278,10 @@ class Reader:
             disable=not self.progress,
             **PROGRESS,
         )
+        limit = self.plan.limit
         for read, item in enumerate(batches):
-            if self.limit is not None and read == self.limit.batches:
-                self.limit.partial = True
+            if limit is not None and read == limit.batches:
+                limit.partial = True
                 return
             yield send_to_device(item, self.device, non_blocking=True)
 
@@ -364,24 +346,21 @@ def mcc(predictions: Any, labels: Any) -> float:
     return 0.0 if constant(predictions, labels) else float(matthews_corrcoef(labels, predictions))
 
 
-def pearson(predictions: Any, labels: Any) -> float:
-    """Pearson correlation, in [-1, 1]."""
-    from scipy.stats import pearsonr
+def correlation(kind: str, predictions: Any, labels: Any) -> float:
+    """Correlation of scores, in [-1, 1]. kind: function of scipy.stats."""
+    from scipy import stats
 
-    return 0.0 if constant(predictions, labels) else float(pearsonr(predictions, labels).statistic)
-
-
-def spearman(predictions: Any, labels: Any) -> float:
-    """Spearman rank correlation (ties get their mean rank), in [-1, 1]."""
-    from scipy.stats import spearmanr
-
-    return 0.0 if constant(predictions, labels) else float(spearmanr(predictions, labels).statistic)
+    if constant(predictions, labels):
+        return 0.0
+    return float(getattr(stats, kind)(predictions, labels).statistic)
 
 
 def constant(*vectors: Any) -> bool:
     return any(np.ptp(values) == 0 for values in vectors)
 
 
+pearson = partial(correlation, "pearsonr")
+spearman = partial(correlation, "spearmanr")  # ties get their mean rank
 # of predictions, classes (n,) or scores (n,), and labels
 METRICS: dict[str, Callable[[Any, Any], float]] = {
     "accuracy": accuracy,

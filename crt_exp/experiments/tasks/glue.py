@@ -6,7 +6,7 @@ task.held_out, held-out training examples are the validation split, and dev is r
 (task.csv, task.hub.name) has a validation and a test split.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import field
 from functools import cached_property
 from pathlib import Path
@@ -175,21 +175,23 @@ class GLUE(Task):
             yield batch | {"rows": torch.from_numpy(rows)}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self.losses(self.outputs(model, batch), batch["labels"]).mean()
+        _, losses = self.outputs(model, batch)
+        return losses.mean()
 
-    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Logits (B, classes), or scores (B,), in float32."""
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Classes or scores (B,), and losses (B,) in float32.
+
+        The loss is the cross entropy in nats, or the squared error of the score.
+        """
         logits = model(**self.model_inputs(batch)).logits.float()
-        return logits if self.glue_task.names else logits.squeeze(-1)
-
-    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each row (B,): cross entropy in nats, or squared error of the score."""
+        labels = batch["labels"]
         if self.glue_task.names:
-            return F.cross_entropy(outputs, labels, reduction="none")
-        return F.mse_loss(outputs, labels, reduction="none")
+            return logits.argmax(-1), F.cross_entropy(logits, labels, reduction="none")
+        scores = logits.squeeze(-1)
+        return scores, F.mse_loss(scores, labels, reduction="none")
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
-        self.predicted = []
+        self.predicted: list[Prediction] = []
         metrics = self.evaluate_part(model, split, reader)
         if split == "dev" and "dev_mm" in self.glue_task.splits:
             mismatched = self.evaluate_part(model, "dev_mm", reader)
@@ -200,29 +202,27 @@ class GLUE(Task):
         }
 
     def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
-        """Metrics over all examples of one split.
+        """Metrics over all examples of one split; adds predictions, in the order of the split.
 
         With task.parts, the last split also gets the jackknife values of the first metric.
         """
         rows = []
         for batch in reader.batches(split):
-            outputs = self.outputs(model, batch)
-            answers = outputs.argmax(-1) if self.glue_task.names else outputs
-            losses = self.losses(outputs, batch["labels"]).double()
-            rows += zip(
-                batch["rows"].tolist(),
-                answers.tolist(),
-                batch["labels"].tolist(),
-                losses.tolist(),
-            )
+            answers, losses = self.outputs(model, batch)
+            columns = (batch["rows"], answers, batch["labels"], losses.double())
+            rows += zip(*[column.tolist() for column in columns])
         rows = reader.gather(rows)
         numbers, answers, labels, losses = zip(*rows)
         if not np.isfinite(answers).all():
             raise NotFinite(
                 f"{self.glue_task.folder}: predicted scores are not finite; try a lower trainer.lr"
             )
-        predicted = self.named_predictions(split, numbers, labels, answers)
-        self.predicted = [*self.predicted, *predicted]
+        names = self.glue_task.names
+        for number, label, answer in sorted(zip(numbers, labels, answers)):
+            row = {"split": split, "example": number, "label": label, "prediction": answer}
+            if names:
+                row |= {"label": names[label], "prediction": names[answer]}
+            self.predicted.append(row)
         metrics = {name: METRICS[name](answers, labels) for name in self.glue_task.metrics}
         metrics["loss"] = sum(losses) / len(rows)
         is_whole = split == self.final and len(rows) == self.length(split)
@@ -231,19 +231,6 @@ class GLUE(Task):
             for i, value in enumerate(parts):
                 metrics[f"{self.metric}_part{i}"] = value
         return metrics
-
-    def named_predictions(
-        self, split: str, numbers: Sequence[int], labels: Sequence[Any], answers: Sequence[Any]
-    ) -> list[Prediction]:
-        """Predictions with the names of the classes, in the order of the split."""
-        names = self.glue_task.names
-        rows = []
-        for number, label, answer in sorted(zip(numbers, labels, answers)):
-            row = {"split": split, "example": number, "label": label, "prediction": answer}
-            if names:
-                row |= {"label": names[label], "prediction": names[answer]}
-            rows.append(row)
-        return rows
 
     def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         encoders.save_model(model, tensors, self.tokenizer, directory)

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from crt_exp import swap_attention, train
 from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data.plan import Limit
 from crt_exp.experiments.data.sources import select
 from crt_exp.experiments.models import conformer_transducer, language, lstm, vision
 from crt_exp.experiments.runner import checkpoint
@@ -138,7 +139,7 @@ def test_kept_model_gives_the_recorded_metrics(name, finished, data):
         task = load_task(finished(name))
         with torch.no_grad():
             metrics = task.evaluate(
-                LOAD[name](finished(name)).eval(), found[-1]["split"], Reader(task, batch=5)
+                LOAD[name](finished(name)).eval(), found[-1]["split"], Reader(task, Plan(5))
             )
         assert metrics.keys() <= found[-1].keys()
         assert task.metric in metrics
@@ -307,8 +308,9 @@ def test_training_beats_the_baseline(name, data, one_thread):
 
 
 def read(task, limit):
-    reader = Reader(task, batch=2, limit=limit)
-    return list(islice(reader.batches(task.validation), 1)), reader.partial
+    plan = Plan(2, limit=limit and Limit(limit))
+    batches = list(islice(Reader(task, plan).batches(task.validation), 1))
+    return batches, limit is not None and plan.limit.partial
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -369,7 +371,7 @@ def test_weights_of_exact_attention_under_features(name, data, tmp_path, one_thr
     words = [word for word in words if name == "librispeech" or ".sizes." not in word]
     task = composed_task([*words, *given])
     batch = next(
-        iter(Reader(exact, batch=8).batches("validation" if name != "imagenet" else "val"))
+        iter(Reader(exact, Plan(8)).batches("validation" if name != "imagenet" else "val"))
     )
     losses = {"exact": float(exact.loss(model, batch))}
     for m in (4, 512):

@@ -192,7 +192,7 @@ def test_majority_is_that_of_the_training_split():
     test = task.arena.splits["test"].labels
     often = np.bincount(train).argmax()
     test[:] = np.where(np.arange(len(test)) < 5, often, (often + 1) % 10)
-    found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "test", Reader(task, batch=7))
+    found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "test", Reader(task, Plan(7)))
     assert found["examples"] == 20
     assert found["majority_accuracy"] == pytest.approx(5 / 20)
 
@@ -286,7 +286,7 @@ def test_values_come_row_by_row_with_the_channels_of_a_pixel_together(tmp_path):
 def test_bits_are_those_of_the_values():
     task = pixels_of()
     model = task.build(Mechanism.of("uniform")).eval()
-    found = task.evaluate(model, "test", Reader(task, batch=7))
+    found = task.evaluate(model, "test", Reader(task, Plan(7)))
     with torch.no_grad():
         bits = []
         for batch in task.batches("test", Plan(1)):
@@ -355,7 +355,7 @@ def test_a_model_that_knows_nothing_is_at_chance():
     task = recall_of()
     assert not task.description.tied
     assert task.predictable == 8
-    found = task.evaluate(task.build(Mechanism.of("uniform")).eval(), "test", Reader(task, batch=3))
+    found = task.evaluate(task.build(Mechanism.of("uniform")).eval(), "test", Reader(task, Plan(3)))
     assert found["queries"] == 24
     assert found["unigram_loss"] == pytest.approx(np.log(8))
     actual = {"tokens", "labels"}

@@ -137,7 +137,7 @@ def test_a_decoder_predicts_the_next_token(tmp_path, mlm):
     config.save_pretrained(tmp_path)
     task = mlm(causal=True, model=str(tmp_path))
     model = task.build(Mechanism.of("exact")).eval()
-    batch = next(iter(Reader(task, batch=4).batches("validation")))
+    batch = next(iter(Reader(task, Plan(4)).batches("validation")))
     logits, labels = model(**batch)
     whole = model.model(batch["input_ids"], labels=batch["input_ids"])
     expected = whole.logits[:, :-1].flatten(0, 1)
@@ -324,7 +324,7 @@ def test_metrics_do_not_depend_on_the_batches_they_are_computed_in(ptb):
     model = built(task).eval()
     with torch.no_grad():
         expected = task.evaluate(model, "validation", Reader(task))
-        found = other.evaluate(model, "validation", Reader(other, batch=3))
+        found = other.evaluate(model, "validation", Reader(other, Plan(3)))
     assert found == pytest.approx(expected, rel=1e-6)
     assert found["words"] == 60
 

@@ -14,7 +14,7 @@ from helpers.torchrun import ENVIRONMENT, TORCHRUN, torchrun
 from helpers.toy import BASE, CARRYING, FILES, PLAIN, assert_close, checkpoints, records
 
 from crt_exp.experiments.runner import checkpoint
-from crt_exp.experiments.runner.distributed import rng_state
+from crt_exp.experiments.runner.checkpoint import rng_state
 from crt_exp.experiments.runner.exit_handling import StopSignals
 
 
@@ -52,10 +52,16 @@ def test_each_process_continues_with_its_own_random_numbers(tmp_path, monkeypatc
         shared = SimpleNamespace(
             process_index=rank, num_processes=2, is_main_process=True, scaler=None
         )
-        run = SimpleNamespace(directory=tmp_path, records=[], rewind=lambda count: None)
-        return checkpoint.TrainingState(model, optimizer, toy.Toy(), run, shared, 1, 12)
+        run = SimpleNamespace(
+            directory=tmp_path, existed=True, records=[], rewind=lambda count: None
+        )
+        state = checkpoint.TrainingState()
+        state.module, state.optimizer, state.task = model, optimizer, toy.Toy()
+        state.run, state.accelerator, state.per_epoch = run, shared, 12
+        state.progress = checkpoint.Progress()
+        return state
 
-    process(0).save()
+    process(0).save(keep=1)
     with pytest.raises(checkpoint.CheckpointError, match="not seen by process 0"):
         process(0).restore()
     (tmp_path / "config.yaml").touch()

@@ -128,11 +128,12 @@ def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
     """Never more than the limit."""
     for limit in (None, 1, 2, 100):
         task = kind()
-        reader = Reader(task, 4, 0, "cpu", rank, world, limit=limit)
+        plan = Plan(4, rank=rank, world=world, limit=limit and Limit(limit))
+        reader = Reader(task, plan)
         count = len([*reader.batches("test")])
         every = len([*task.batches("test", Plan(4, rank=rank, world=world))])
         assert count == min(every, limit or every)
-        assert reader.partial == (count < every)
+        assert (limit is not None and plan.limit.partial) == (count < every)
 
 
 def joined(orders):
@@ -221,7 +222,7 @@ def test_schedules():
     assert actual == pytest.approx([0.75, *roots])
 
 
-def test_decay_and_layer_wise_rates():
+def test_decay_and_layer_wise_rates(monkeypatch):
     model = toy.Network(6, 16, 0.0)
     task = toy.Toy()
     config = TrainerConfig(**toy.TRAINER | {"lr": 0.1})
@@ -229,7 +230,8 @@ def test_decay_and_layer_wise_rates():
     def scale(name):
         return {"inner.0.weight": 0.0, "outer.weight": 0.5}.get(name, 1.0)
 
-    optimizer = make_optimizer(model, config, scale, task.decays)
+    monkeypatch.setattr(task, "lr_scale", scale)
+    optimizer = make_optimizer(model, config, task)
     names = {p: name for name, p in model.named_parameters()}
     found = {}
     for g in optimizer.param_groups:
@@ -244,7 +246,8 @@ def test_decay_and_layer_wise_rates():
     }
     assert not model.inner[0].weight.requires_grad
     with pytest.raises(ValueError, match="no trainable parameters"):
-        make_optimizer(model, config, lambda name: 0, task.decays)
+        monkeypatch.setattr(task, "lr_scale", lambda name: 0)
+        make_optimizer(model, config, task)
 
 
 def test_read_ahead_keeps_order_and_errors():

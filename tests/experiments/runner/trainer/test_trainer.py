@@ -61,7 +61,7 @@ def test_the_best_weights_are_tested_with_the_state_of_their_step(typed, tmp_pat
     model = task.build(None).eval()
     checkpoint.load_model(model, checkpoint.load_tensors(path / "model.safetensors"), path)
     with torch.no_grad():
-        found = real(task, model, "test", Reader(task, batch=8))
+        found = real(task, model, "test", Reader(task, Plan(8)))
     expected = {}
     for key in found:
         expected[key] = pytest.approx(lines[-1][key], abs=1e-6)
