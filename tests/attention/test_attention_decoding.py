@@ -9,7 +9,7 @@ from helpers.covering import in_turn, slow
 
 from crt_exp import Mechanism
 from crt_exp.attention import DecodingState, attention, attention_reference
-from crt_exp.features import OPRF, AngularHybrid, ClusteredHybrid, PoisRF, Sum, TrigRF
+from crt_exp.features import OPRF, AngularHybrid, ClusteredHybrid, PoisRF, TrigRF
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 
