@@ -29,6 +29,7 @@ from crt_exp.sampled_softmax.base import (
 )
 from crt_exp.samplers import DenseNoise
 from crt_exp.samplers.noise import Nested, leaves, map_leaves
+from crt_exp.validation import Positive, check
 
 DEFENSIVE = 0.05  # share of the uniform distribution if estimates may be negative
 MAX_FIT_VECTORS = 2**11  # largest number of queries and of classes in the fit, evenly spaced
@@ -193,8 +194,7 @@ class ClassFeatures(nn.Module):
     ):
         super().__init__()
         mechanism = as_mechanism(proposal, m, seed)
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature}: expected > 0")
+        check("temperature", temperature, Positive)
         self.phi = proposal if isinstance(proposal, FeatureMap) else mechanism.map("softmax")
         self.scale = float(temperature) ** -0.5
         assert mechanism.sampler is not None and mechanism.m is not None
