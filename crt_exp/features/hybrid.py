@@ -155,7 +155,12 @@ class HybridMap(InBlocks, Composite):
         return 2 * self.log_kernel(x.double(), y.double()) + relative
 
     def log_relative_variance(
-        self, x: Tensor, y: Tensor, params: Params, n: int = 1, m: int = 1
+        self,
+        x: Tensor,
+        y: Tensor,
+        params: Params,
+        n: int = 1,
+        m: int = 1,
     ) -> Tensor:
         """Return log(Var / K^2) with n and m i.i.d. projections, float64, in nats.
 

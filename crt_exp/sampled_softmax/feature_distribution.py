@@ -101,7 +101,10 @@ class FeatureDistribution(ClassSampler):
 
     @torch.no_grad()
     def rebuild(
-        self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> None:
         check_classes(weight, bias, self.classes, self.d)
         check_finite(weight, bias)
