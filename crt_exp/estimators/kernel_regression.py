@@ -130,7 +130,8 @@ class KernelRegressionClassifier(Classification, KernelRegression):
 
     def predict(self, X):
         """Return labels (n,)."""
-        return self.classes_[self._scores(X).argmax(1)]
+        scores = self._scores(X)
+        return self.classes_[scores.argmax(1)]
 
     def predict_proba(self, X):
         """Return normalised kernel sums (n, C), with negative estimates set to 0.

@@ -58,7 +58,12 @@ class Sums:
         self.rows = 0
         self.origin = origin
 
-    def add(self, z: Tensor, y: Tensor, w: Tensor) -> None:
+    def add(
+        self,
+        z: Tensor,
+        y: Tensor,
+        w: Tensor,
+    ) -> None:
         """Add rows z (n, M), y (n, T), w (n,), float64.
 
         Raises:
@@ -105,7 +110,13 @@ class Solution:
         ValueError: the weights are too small for selecting alpha.
     """
 
-    def __init__(self, sums: Sums, alpha: float | Criterion, floor: float, together: bool):
+    def __init__(
+        self,
+        sums: Sums,
+        alpha: float | Criterion,
+        floor: float,
+        together: bool,
+    ):
         self.option = alpha
         self.weight = sums.weight
         self.mean = sums.features / sums.weight

@@ -287,15 +287,11 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
 
     def _covariances(self, x, y, params):
         """Return those of all pairs of coefficients, which share their projections."""
-        vectors = [self.coefficient.difference(x, y, p) for p in params]
-        covariances = {}
-        for k, u in enumerate(vectors):
-            for j, v in enumerate(vectors):
-                difference = torch.exp(-(u - v).square().sum(-1) / 2)
-                total = torch.exp(-(u + v).square().sum(-1) / 2)
-                product = torch.exp(-(u.square() + v.square()).sum(-1) / 2)
-                covariances[k, j] = (difference + total) / 2 - product
-        return covariances
+        v = torch.stack([self.coefficient.difference(x, y, p) for p in params])
+        u = v.unsqueeze(1)
+        difference = torch.exp(-(u - v).square().sum(-1) / 2)
+        total = torch.exp(-(u + v).square().sum(-1) / 2)
+        return (difference + total) / 2 - torch.exp(-(u.square() + v.square()).sum(-1) / 2)
 
 
 # ---- clusters of vectors

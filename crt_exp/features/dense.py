@@ -95,7 +95,11 @@ class Dense(PositiveExponential):
         return BoundMap(phi_q, partial(phi, G=inverse_transposed(params.balance)))
 
     def transform_inputs(
-        self, x: Tensor, params: SDERFParams, key: bool = False, factor: float = 1.0
+        self,
+        x: Tensor,
+        params: SDERFParams,
+        key: bool = False,
+        factor: float = 1.0,
     ) -> tuple[Tensor, float]:
         """Map factor * x to the vector in the formula of phi, and the remaining factor."""
         G = params.balance

@@ -96,7 +96,12 @@ class DiscreteRF(FeatureMap):
         return weight.to(dtype), (counts % 2 / 2).to(dtype)
 
     def _phi(
-        self, x: Tensor, noise: Noise, weight: Tensor, half_odd: Tensor, shift: Tensor | None
+        self,
+        x: Tensor,
+        noise: Noise,
+        weight: Tensor,
+        half_odd: Tensor,
+        shift: Tensor | None,
     ) -> Features:
         """Compute log|phi| as [log|x|, 1, norm term] [counts, bias, 1]^T, and the sign."""
         noise.check(x)

@@ -155,7 +155,11 @@ class PositiveExponential(FeatureMap):
             return Features(ONE, inputs @ weight.to(x.dtype).mT)
 
     def _phi_matrix_free(
-        self, x: Tensor, noise: Noise, scale: Tensor | None, bias: Tensor
+        self,
+        x: Tensor,
+        noise: Noise,
+        scale: Tensor | None,
+        bias: Tensor,
     ) -> Features:
         x = at_least_float32(x)
         scaled = x if scale is None else x * scale.to(x.dtype)

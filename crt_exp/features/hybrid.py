@@ -155,7 +155,12 @@ class HybridMap(InBlocks, Composite):
         return 2 * self.log_kernel(x.double(), y.double()) + relative
 
     def log_relative_variance(
-        self, x: Tensor, y: Tensor, params: Params, n: int = 1, m: int = 1
+        self,
+        x: Tensor,
+        y: Tensor,
+        params: Params,
+        n: int = 1,
+        m: int = 1,
     ) -> Tensor:
         """Return log(Var / K^2) with n and m i.i.d. projections, float64, in nats.
 
@@ -197,20 +202,18 @@ class HybridMap(InBlocks, Composite):
         moments = []
         for mean in means:
             moments.append([mean * other for other in means])
-        for (k, j), value in self._covariances(x, y, params).items():
-            value = value / n
-            moments[k][j] = moments[k][j] + value
-            moments[k][-1] = moments[k][-1] - value
-            moments[-1][j] = moments[-1][j] - value
-            moments[-1][-1] = moments[-1][-1] + value
+        for k, row in enumerate(self._covariances(x, y, params) / n):
+            for j, value in enumerate(row):
+                moments[k][j] = moments[k][j] + value
+                moments[k][-1] = moments[k][-1] - value
+                moments[-1][j] = moments[-1][j] - value
+                moments[-1][-1] = moments[-1][-1] + value
         return moments
 
-    def _covariances(self, x: Tensor, y: Tensor, params: tuple) -> dict[tuple[int, int], Tensor]:
-        """Return the covariances, not 0, of coefficients with one projection, by their numbers."""
-        variances = {}
-        for k, (part, p) in enumerate(zip(self.parts[0], params)):
-            variances[k, k] = part.variance(x, y, p)
-        return variances
+    def _covariances(self, x: Tensor, y: Tensor, params: tuple) -> Tensor:
+        """Return the covariances of the coefficients with one projection, (p, p, ...)."""
+        variances = [part.variance(x, y, p) for part, p in zip(self.parts[0], params)]
+        return torch.stack(variances, -1).diag_embed(dim1=0, dim2=1)
 
 
 BASES = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF, "oprf": OPRF, "gerf": GERF, "complex": CERF}

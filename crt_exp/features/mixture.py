@@ -173,7 +173,11 @@ class Mixture(Dense):
 
 
 def sample_keys(
-    y: Tensor, exact: Tensor, seen: Tensor, n: int, generator: torch.Generator
+    y: Tensor,
+    exact: Tensor,
+    seen: Tensor,
+    n: int,
+    generator: torch.Generator,
 ) -> Tensor:
     """Sample n keys per query, mostly by attention, (B, L, n, d)."""
     shares = torch.lerp(exact, (seen / seen.sum(-1, keepdim=True)).to(exact), UNIFORM)
@@ -208,7 +212,12 @@ class Block(NamedTuple):
 
 
 def fit_weights(
-    x: Tensor, y: Tensor, rows: Tensor, start: Tensor, exact: Tensor, seen: Tensor
+    x: Tensor,
+    y: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    exact: Tensor,
+    seen: Tensor,
 ) -> Tensor:
     """Return log a_r + |w_r|^2 / 2 (1, m) of least KL divergence from exact attention.
 
@@ -236,7 +245,10 @@ def fit_weights(
 
 
 def relative_factors(
-    log_q: Tensor, log_k: Tensor, exact: Tensor, seen: Tensor
+    log_q: Tensor,
+    log_k: Tensor,
+    exact: Tensor,
+    seen: Tensor,
 ) -> tuple[list[Block], Tensor]:
     """Return the blocks of pairs, and sum_j q_ir k_jr over the visible keys, (B, L, m).
 

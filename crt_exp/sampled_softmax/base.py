@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.features.base import NotFinite
-from crt_exp.validation import whole_number
+from crt_exp.validation import NotNegative, check, whole_number
 
 PAIRS = 2**20  # pairs of query and class per block, so that the block fits the cache
 
@@ -279,12 +279,7 @@ class LogitDistribution(ClassSampler):
     """
 
     def __init__(self, head: nn.Module):
-        weight = getattr(head, "weight", None)
-        if not isinstance(weight, Tensor):
-            raise ValueError(
-                f"{type(self).__name__}({head!r}): expected a module with `weight` (V, d)"
-            )
-        super().__init__(len(weight))
+        super().__init__(len(head_tensors(head)[0]))
         self._head = [head]  # a list, so that the parameters of the head are not registered here
 
     def draw(self, hidden: Tensor, targets: Tensor, k: int) -> Drawn:
@@ -327,9 +322,8 @@ class Quadratic(LogitDistribution):
 
     def __init__(self, head: nn.Module, alpha: float = 100.0):
         super().__init__(head)
+        check("alpha", alpha, NotNegative)
         self.alpha = float(alpha)
-        if not 0 <= self.alpha < math.inf:
-            raise ValueError(f"alpha={alpha}: expected a finite number >= 0")
 
     def log_weights(self, logits: Tensor) -> Tensor:
         if not self.alpha:

@@ -29,6 +29,7 @@ from crt_exp.sampled_softmax.base import (
 )
 from crt_exp.samplers import DenseNoise
 from crt_exp.samplers.noise import Nested, leaves, map_leaves
+from crt_exp.validation import Positive, check
 
 DEFENSIVE = 0.05  # share of the uniform distribution if estimates may be negative
 MAX_FIT_VECTORS = 2**11  # largest number of queries and of classes in the fit, evenly spaced
@@ -100,7 +101,10 @@ class FeatureDistribution(ClassSampler):
 
     @torch.no_grad()
     def rebuild(
-        self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> None:
         check_classes(weight, bias, self.classes, self.d)
         check_finite(weight, bias)
@@ -193,8 +197,7 @@ class ClassFeatures(nn.Module):
     ):
         super().__init__()
         mechanism = as_mechanism(proposal, m, seed)
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature}: expected > 0")
+        check("temperature", temperature, Positive)
         self.phi = proposal if isinstance(proposal, FeatureMap) else mechanism.map("softmax")
         self.scale = float(temperature) ** -0.5
         assert mechanism.sampler is not None and mechanism.m is not None

@@ -61,7 +61,12 @@ class TreeFeatures(FeatureDistribution):
     def _update_rows(self, rows: Tensor, features: Tensor) -> None:
         self.tree.set(rows, features)
 
-    def _draw(self, hidden: Tensor, targets: Tensor, uniform: Tensor) -> Drawn:
+    def _draw(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        uniform: Tensor,
+    ) -> Drawn:
         if not self.features.positive:
             return self._walk(hidden, targets, uniform)
         _, log_a = self.features.of_queries(hidden)
@@ -110,7 +115,13 @@ class TreeFeatures(FeatureDistribution):
             node = node * FAN + step
         return Drawn(node.clamp(max=self.classes - 1), log_q)
 
-    def _weights(self, a: Tensor, number: int, children: Tensor, targets: Tensor) -> Tensor:
+    def _weights(
+        self,
+        a: Tensor,
+        number: int,
+        children: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
         """Return non-negative weights of children (B, k, FAN) of a level."""
         scores = self._scores(a, number, children)
         of_target = (a * self.tree.leaves[targets]).sum(-1)[:, None, None]
@@ -157,7 +168,12 @@ class DenseFeatures(FeatureDistribution):
     def _table(self) -> Tensor:
         return self.leaves
 
-    def _draw(self, hidden: Tensor, targets: Tensor, uniform: Tensor) -> Drawn:
+    def _draw(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        uniform: Tensor,
+    ) -> Drawn:
         k = uniform.shape[1]
         return draw_dense(self.weights, self.classes, hidden, targets, k, uniform)
 
@@ -244,7 +260,12 @@ class SumTree(nn.Module):
         sums[: len(children)] = children.sum(1, dtype=level.dtype)
         return sums
 
-    def draw(self, mass: Tensor, k: int, without: Tensor) -> Tensor:
+    def draw(
+        self,
+        mass: Tensor,
+        k: int,
+        without: Tensor,
+    ) -> Tensor:
         """Sample k rows for each query, (B, k), but none of the rows `without` (B,).
 
         The method samples a column in proportion to mass (B, M), then a row in proportion to the column. All entries
@@ -291,7 +312,11 @@ class SumTree(nn.Module):
         return (self.rows - 1) // FAN**number
 
     def _subtract_row(
-        self, weights: Tensor, number: int, node: Tensor, excluded: ExcludedRow
+        self,
+        weights: Tensor,
+        number: int,
+        node: Tensor,
+        excluded: ExcludedRow,
     ) -> None:
         """Subtract the excluded row from its ancestor in weights (B, k, FAN), in place."""
         ancestor = excluded.row // FAN**number

@@ -132,7 +132,12 @@ def givens(
 
 
 def _rows_of(
-    directions: Tensor, m: int, lengths: str, generator, dtype: torch.dtype, gaussian: bool
+    directions: Tensor,
+    m: int,
+    lengths: str,
+    generator,
+    dtype: torch.dtype,
+    gaussian: bool,
 ) -> DenseNoise:
     """Cut blocks of unit rows (*batch, stacks, d, d) to m rows and sample lengths."""
     rows = directions.flatten(-3, -2)[..., :m, :]
@@ -243,7 +248,11 @@ def sobol(
 
 
 def _quasi(
-    draw: Callable, generator, batch: tuple[int, ...], dtype: torch.dtype, spacing: float = 0.0
+    draw: Callable,
+    generator,
+    batch: tuple[int, ...],
+    dtype: torch.dtype,
+    spacing: float = 0.0,
 ) -> DenseNoise:
     """Transform points u (m, d) of `draw(seed)` to Gaussian rows.
 

@@ -72,7 +72,6 @@ class Noise(ABC):
     matrix_free = False
     m: int
     d: int
-    dtype: torch.dtype
     batch: tuple[int, ...]
     gaussian: bool
 
@@ -80,8 +79,9 @@ class Noise(ABC):
     def rows(self) -> Tensor:
         """Return the matrix W, (*batch, m, d)."""
 
-    @abstractmethod
-    def _project(self, x: Tensor) -> Tensor: ...
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors()[0].dtype
 
     @abstractmethod
     def to(self, *args, **kwargs) -> "Noise":
@@ -95,6 +95,9 @@ class Noise(ABC):
         self.check(x)
         with no_autocast(x):
             return self._project(at_least_float32(x))
+
+    def _project(self, x: Tensor) -> Tensor:
+        return x @ self.rows().to(x.dtype).mT
 
     def check(self, x: Tensor) -> None:
         """Raise ValueError if the last dimension of x (..., L, d) differs from d."""
@@ -144,13 +147,6 @@ class DenseNoise(Noise):
     def tensors(self) -> list[Tensor]:
         return [self.weight]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
-    def _project(self, x: Tensor) -> Tensor:
-        return x @ self.weight.to(x.dtype).mT
-
     def to(self, *args, **kwargs) -> "DenseNoise":
         return DenseNoise(self.weight.to(*args, **kwargs), self.gaussian)
 
@@ -184,10 +180,6 @@ class HadamardNoise(Noise):
     def tensors(self) -> list[Tensor]:
         return [self.signs, self.lengths]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.lengths.dtype
-
     @cached_property
     def _rows(self) -> Tensor:
         with torch.no_grad(), torch.inference_mode(False):  # see sq_norm
@@ -196,7 +188,7 @@ class HadamardNoise(Noise):
             return columns.mT.to(self.lengths.dtype).contiguous()
 
     def _project(self, x: Tensor) -> Tensor:
-        return self._transform(x) if self.matrix_free else x @ self._rows.to(x.dtype).mT
+        return self._transform(x) if self.matrix_free else super()._project(x)
 
     def _transform(self, x: Tensor) -> Tensor:
         """Map x (..., L, d) to (..., L, m) by fast transforms."""
