@@ -5,8 +5,6 @@ Each layer has the interface of `RandomFeatureAttention`.
 Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -86,38 +84,33 @@ class Baseline(AttentionLayer):
 
 
 class Buffer:
-    """Rows (., ., used, .) of a tensor with spare capacity.
+    """Rows (., ., length, .) of a tensor with spare capacity.
 
     The first allocation fits the prompt. A full buffer grows to twice its length, so that appending a row costs
-    amortized O(1). A state that did not write the last rows gets a buffer of its own.
+    amortized O(1).
     """
 
-    def __init__(self, tensor: Tensor, used: int = 0):
-        self.tensor = tensor
-        self.used = used
+    def __init__(self, rows: Tensor | None = None):
+        self.tensor = torch.empty(0, 0, 0, 0) if rows is None else rows
+        self.length = self.tensor.shape[2]
 
-    def append(self, length: int, new: Tensor) -> "Buffer":
-        end = length + new.shape[2]
-        buffer = self
-        if self.used != length or end > self.tensor.shape[2]:
-            capacity = max(64, 2 * end if length else end)
-            larger = self.tensor.new_empty(*self.tensor.shape[:2], capacity, self.tensor.shape[3])
-            larger[:, :, :length] = self.tensor[:, :, :length]
-            buffer = Buffer(larger)
-        buffer.tensor[:, :, length:end] = new
-        buffer.used = end
-        return buffer
+    @property
+    def rows(self) -> Tensor:
+        return self.tensor[:, :, : self.length]
 
-
-def append_rows(
-    buffers: tuple[Buffer, ...],
-    length: int,
-    rows: Sequence[Tensor],
-) -> tuple[Buffer, ...]:
-    """Append rows to the buffers of the first `length` tokens, one tensor for each buffer."""
-    if not buffers:
-        buffers = tuple(Buffer(t[:, :, :0]) for t in rows)
-    return tuple(buffer.append(length, t) for buffer, t in zip(buffers, rows, strict=True))
+    def append(self, new: Tensor) -> Tensor:
+        """Append rows and return all rows."""
+        start = self.length
+        end = start + new.shape[2]
+        if end > self.tensor.shape[2]:
+            capacity = max(64, 2 * end if start else end)
+            larger = new.new_empty(*new.shape[:2], capacity, new.shape[3])
+            if start:
+                larger[:, :, :start] = self.rows
+            self.tensor = larger
+        self.tensor[:, :, start:end] = new
+        self.length = end
+        return self.rows
 
 
 class KeysPast:
@@ -128,8 +121,13 @@ class KeysPast:
 
     def __init__(self, layer: Baseline):
         self.layer = layer
-        self.length = 0
-        self.buffers: tuple[Buffer, ...] = ()
+        self.keys = Buffer()
+        self.values = Buffer()
+
+    @property
+    def length(self) -> int:
+        """Number of tokens so far."""
+        return self.keys.length
 
     @torch.no_grad()
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -139,10 +137,8 @@ class KeysPast:
         """
         self.layer.check_call(q, k)
         root = self.layer.scaling**0.5
-        new_keys = self.layer.keys(q, k) * root
-        self.buffers = append_rows(self.buffers, self.length, [new_keys, v])
-        self.length += q.shape[2]
-        keys, values = (buffer.tensor[:, :, : self.length] for buffer in self.buffers)
+        keys = self.keys.append(self.layer.keys(q, k) * root)
+        values = self.values.append(v)
         return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
 
 

@@ -17,7 +17,7 @@ Notation: Z = batch x key heads, G query heads of a group, L queries, S keys y, 
 hitters, K clusters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,12 +39,13 @@ from crt_exp.nearfar.choice import (
     KeySets,
     Sizes,
     choose_sets,
-    exact_outputs,
+    exact_attention,
     join_queries,
     key_moments,
     masked_mean,
     nearest_centre,
     one_hot,
+    round_up,
     rows_at,
     split_blocks,
     split_queries,
@@ -57,14 +58,6 @@ from crt_exp.nearfar.retrieval import cluster_remainder, retrieved_positions
 CHUNK_NUMBERS = 2**24  # elements of the keys that the queries of a chunk retrieve
 
 
-def first_renewal(sizes: Sizes) -> int:
-    """Return the position of the first renewal, a multiple of the block.
-
-    Attention is exact before it.
-    """
-    return max(_round_up(sizes.exact_until, sizes.block), 2 * sizes.block)
-
-
 def renewals(sizes: Sizes, length: int) -> list[int]:
     """Return the positions of renewals, up to the first one that is at least `length`.
 
@@ -73,28 +66,11 @@ def renewals(sizes: Sizes, length: int) -> list[int]:
     >>> renewals(Sizes(block=32, exact_until=512), 1000)
     [512, 768, 1152]
     """
-    positions = [first_renewal(sizes)]
+    positions = [sizes.first_renewal]
     while positions[-1] < length:
         interval = max(MIN_RENEWAL, positions[-1] // RENEWAL_DIVISOR)
-        positions.append(positions[-1] + _round_up(interval, sizes.block))
+        positions.append(positions[-1] + round_up(interval, sizes.block))
     return positions
-
-
-def _round_up(tokens: int, block: int) -> int:
-    """Round up to whole blocks."""
-    return -(-tokens // block) * block
-
-
-def engine_sizes(sizes: Sizes, keys: int) -> dict[str, int]:
-    """Return the sizes for the C engine with at most `keys` keys (more than a block)."""
-    return {
-        "heavy": min(sizes.heavy, keys),
-        "clusters": min(sizes.cells, keys),
-        "open": min(sizes.retrieval_count(keys), keys),
-        "open_first": min(sizes.open, keys),
-        "block": sizes.block,
-        "first_renewal": first_renewal(sizes),
-    }
 
 
 # ---- metric and state of the past
@@ -108,7 +84,7 @@ def fit_metric(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0
     The norm of the second moments root root^T is set to 1. |x root|^2 tau is then the variance of the logits of a query
     x over a cluster that is shaped like the keys of a block.
     """
-    far = first_renewal(sizes) - sizes.block
+    far = sizes.first_renewal - sizes.block
     y = y[:, :far] * factor
     if keep is not None:
         keep = keep[:, :far]
@@ -147,10 +123,6 @@ class Epoch(NamedTuple):
     sets: KeySets  # of the keys that are far so far
     sums: Tensor  # (Z, K, dv + d + 2): of `cluster_rows` over the first `summed` keys; or 0
     summed: int = 0
-
-    @property
-    def metric(self) -> KeyMetric:
-        return self.sets.metric
 
     def advance(
         self,
@@ -252,7 +224,7 @@ class Causal:
         """Return the epochs for queries (Z, G, L, d), the last ones of keys (Z, S, d)."""
         norms = torch.linalg.vector_norm(x, dim=(1, 2, 3))
         check_result(norms + torch.linalg.vector_norm(y, dim=(1, 2)))
-        if first_renewal(self.sizes) >= y.shape[1]:
+        if self.sizes.first_renewal >= y.shape[1]:
             return ChosenEpochs(None)
         metric = fit_metric(y, keep, self.sizes, self.factor)
         if self.native:
@@ -269,14 +241,43 @@ class Causal:
         chosen: ChosenEpochs,
     ) -> Tensor:
         """Return the outputs (Z, G, L, dv) of the last queries."""
-        if chosen.metric is None:
-            return exact_outputs(x, y, v, keep, self.factor**2)
-        if not self.native:
-            out, _ = attend_epochs(chosen.epochs, x, y, v, keep, self.sizes)
-            return out
-        sizes = engine_sizes(self.sizes, y.shape[1])
-        inputs = native.CausalInputs(keep, chosen.metric, sizes, self.factor)
-        return attend_in_c(x, y, v, inputs)
+
+        def attend_far(x: Tensor) -> Tensor:
+            assert chosen.metric is not None
+            if not self.native:
+                return attend_epochs(chosen.epochs, x, y, v, keep, self.sizes)[0]
+            past = native.PastMemory(chosen.metric, y.shape[1])
+            fields = native.causal_fields(x, y, v, keep, self.sizes, past, self.factor)
+            return native.causal(x, y, v, fields)
+
+        return attend_past(attend_far, x, y, v, keep, self.sizes, self.factor)
+
+
+def attend_past(
+    attend_far: Callable[[Tensor], Tensor],
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    sizes: Sizes,
+    factor: float = 1.0,
+) -> Tensor:
+    """Return the outputs (Z, G, L, dv) of queries factor x, the last ones of keys factor y (Z, S, d).
+
+    Queries before the first renewal see all earlier keys. `attend_far` computes the others.
+    """
+    L = x.shape[2]
+    until = min(sizes.first_renewal, y.shape[1])
+    exact = min(max(0, until - y.shape[1] + L), L)  # number of queries before the first renewal
+    parts = []
+    if exact:
+        mask = None if keep is None else keep[:, :until]
+        keys = y[:, None, :until]
+        values = v[:, None, :until]
+        parts.append(exact_attention(x[:, :, :exact], keys, values, True, mask, factor**2))
+    if exact < L:
+        parts.append(attend_far(x[:, :, exact:]))
+    return join_parts(parts, 2)
 
 
 def join_parts(parts: list[Tensor], dim: int) -> Tensor:
@@ -284,31 +285,6 @@ def join_parts(parts: list[Tensor], dim: int) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts, dim)
-
-
-def attend_in_c(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    inputs: native.CausalInputs,
-    memory: native.PastMemory | None = None,
-) -> Tensor:
-    """Return the outputs (Z, G, L, dv) of the C engine.
-
-    Queries are the last ones of keys (Z, S, d). `memory` is that of decoding, which is updated.
-    """
-    L = x.shape[2]
-    S = y.shape[1]
-    until = inputs.sizes["first_renewal"]
-    exact = min(max(0, until - S + L), L)  # number of queries that see all earlier keys exactly
-    parts = []
-    if exact:
-        keys = y[:, : min(until, S)]
-        values = v[:, : min(until, S)]
-        parts.append(exact_outputs(x[:, :, :exact], keys, values, inputs.keep, inputs.factor**2))
-    if exact < L:
-        parts.append(native.causal(x[:, :, exact:], y, v, inputs, memory))
-    return join_parts(parts, 2)
 
 
 # ---- attention in PyTorch
@@ -322,17 +298,13 @@ def attend_epochs(
     keep: Tensor | None,
     sizes: Sizes,
 ) -> tuple[Tensor, Epoch]:
-    """Return the outputs in PyTorch, and the state after the last query.
+    """Return the outputs of queries of these epochs in PyTorch, and the state after the last query.
 
     There is at least one epoch.
     """
     S = y.shape[1]
-    until = min(first_renewal(sizes), S)
     first = S - x.shape[2]
-    state = epochs[-1]
     parts = []
-    if first < until:
-        parts.append(exact_outputs(x[:, :, : until - first], y[:, :until], v[:, :until], keep))
     for epoch in epochs:
         stop = min(S, epoch.stop)
         queries = x[:, :, max(first, epoch.start) - first : stop - first]
@@ -397,7 +369,7 @@ def split_sums(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Clusters]:
 
     sums (Z, N, K, dv + d + 2) are those of `cluster_rows` over the keys.
     """
-    metric = epoch.metric
+    metric = epoch.sets.metric
     far = torch.cat([sums[..., :dv], sums[..., -1:]], -1)
     clusters = summarize_clusters(sums[..., dv:], metric, epoch.sets.centres)
     return far, clusters._replace(mu=clusters.mu + metric.shift.unsqueeze(1))

@@ -56,6 +56,11 @@ class Sizes(NamedTuple):
     open: int = 0
     exact_until: int = 0
 
+    @property
+    def first_renewal(self) -> int:
+        """Position of the first renewal of causal attention, which is exact before it; a multiple of the block."""
+        return max(round_up(self.exact_until, self.block), 2 * self.block)
+
     def retrieval_count(self, position: int) -> int:
         """Return how many keys causal queries retrieve after a renewal at this position.
 
@@ -64,6 +69,11 @@ class Sizes(NamedTuple):
         """
         growth = max(position, GROWTH_START)
         return math.isqrt(self.open**2 * growth // GROWTH_START)
+
+
+def round_up(tokens: int, block: int) -> int:
+    """Round up to whole blocks."""
+    return -(-tokens // block) * block
 
 
 class KeyMetric(NamedTuple):
@@ -380,27 +390,13 @@ def rows_at(t: Tensor, index: Tensor) -> Tensor:
 # ---- all keys
 
 
-def exact_outputs(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    keep: Tensor | None,
-    scale: float = 1.0,
-    causal: bool = True,
-) -> Tensor:
-    """Compute exact attention of queries (Z, G, l, d) to all keys (Z, S, d).
-
-    The logits are scale x.y; masked keys and values must be finite. Causal queries are the last of the sequence and
-    see no later key.
-    """
-    mask = None if keep is None else keep[:, : y.shape[1]]
-    return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal, mask, scale)
-
-
 def exact_attention(
     x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Compute softmax attention with logits scale x.y by the fused kernel where it serves."""
+    """Compute softmax attention with logits scale x.y by the fused kernel where it serves.
+
+    Masked keys and values must be finite.
+    """
     if transformed(x, y, v):  # the fused kernel supports only reverse mode
         return softmax_attention(scale * x, y, v, causal=causal, key_mask=key_mask)
     return fused_attention(x, y, v, causal, key_mask, scale)

@@ -37,7 +37,7 @@ from crt_exp.attention.checks import (
 )
 from crt_exp.nearfar import native
 from crt_exp.nearfar.both_directions import Bidirectional
-from crt_exp.nearfar.causal import Causal, first_renewal, join_parts
+from crt_exp.nearfar.causal import Causal, join_parts
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exact_attention
 from crt_exp.samplers.noise import no_autocast, transforming
 
@@ -111,7 +111,7 @@ def near_far_attention(
         unmasked = key_mask[:, None, :, None]
         y = torch.where(unmasked, y, 0.0)
         v = torch.where(unmasked, v, 0.0)
-    until = first_renewal(sizes) if causal else sizes.exact_until
+    until = sizes.first_renewal if causal else sizes.exact_until
     exact = partial(_exact_outputs, causal=causal, factor=factor)
     if y.shape[2] <= until:
         return exact(x, y, v, key_mask)

@@ -210,7 +210,7 @@ class NearFar(LinearAttention):
     def decoding(self) -> RecallState:
         if not self.causal:
             raise ValueError("causal=False: decoding needs causal=True")
-        return RecallState(self.sizes, self.kv_heads)
+        return RecallState(self.sizes)
 
     def _moments_for(self, q: Tensor, k: Tensor) -> FittedOnce | None:
         """Return the moments of earlier queries, if the call uses them."""

@@ -186,7 +186,7 @@ def test_an_empty_batch(causal):
     out.sum().backward()
     assert out.shape == q.shape
     assert v.grad.shape == v.shape
-    state = RecallState(layer.sizes, 2)
+    state = RecallState(layer.sizes)
     actual = state.step(q.detach(), k.detach(), v.detach()).shape
     assert actual == q.shape
 

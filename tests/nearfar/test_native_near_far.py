@@ -406,7 +406,7 @@ for seed in range(60):
         assert all(t.isfinite().all() for t in (out, *grads))
     if seed % 6 == 0:
         with torch.no_grad():
-            y, v, state, most = draw(kv, S, d), draw(kv, S, dv), RecallState(sizes, kv), S // 2
+            y, v, state, most = draw(kv, S, d), draw(kv, S, dv), RecallState(sizes), S // 2
             state.step(own[:, :, :most], y[:, :, :most], v[:, :, :most])
             for i in range(most, min(S, most + 60)):
                 state.step(*(t[:, :, i:i + 1] for t in (own, y, v)))
