@@ -38,9 +38,9 @@ MIN_CAPACITY = 1024  # tokens
 class RowGroup:
     """Rows of a batch whose first real tokens are at position `first`, and all their tokens from there on."""
 
-    def __init__(self, first: int, sizes: Sizes):
+    def __init__(self, rows: list[int], first: int, sizes: Sizes):
+        self.rows = rows
         self.first = first
-        self.rows: list[int] = []
         self.sizes = sizes
         self.keys = Buffer()  # (Z, 1, S, d), columns padded
         self.values = Buffer()
@@ -171,9 +171,9 @@ class RecallState(TokenState):
         for group in self.groups:
             lead = max(0, group.first - start)
             rows: Any = slice(None) if len(group.rows) == len(x) else group.rows
-            inputs = [t[rows, :, lead:].to(dtype) for t in (x, y, v)]
+            q, k, values = (t[rows, :, lead:].to(dtype) for t in (x, y, v))
             keep = None if key_mask is None else key_mask[rows, lead:]
-            out[rows, :, lead:] = group.step(*inputs, key_mask=keep).to(v.dtype)
+            out[rows, :, lead:] = group.step(q, k, values, keep)
         return out
 
     def _group_rows(self, start: int, unmasked: Tensor) -> None:
@@ -181,18 +181,11 @@ class RecallState(TokenState):
         if not self.waiting:
             return
         firsts = first_unmasked(unmasked).tolist()
-        groups: dict[int | None, RowGroup] = {}
-        waiting = []
-        for row in self.waiting:
-            if not unmasked[row].any():
-                waiting.append(row)
-                continue
-            first = start + firsts[row]
-            if first not in groups:
-                groups[first] = RowGroup(first, self.sizes)
-            groups[first].rows.append(row)
-        self.waiting = waiting
-        self.groups += groups.values()
+        started = [row for row in self.waiting if unmasked[row].any()]
+        self.waiting = [row for row in self.waiting if row not in started]
+        for lead in sorted({firsts[row] for row in started}):
+            rows = [row for row in started if firsts[row] == lead]
+            self.groups.append(RowGroup(rows, start + lead, self.sizes))
 
     def copy(self) -> "RecallState":
         other = copy.copy(self)
