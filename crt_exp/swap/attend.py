@@ -6,6 +6,8 @@ is converted to these two, or refused. The mask of a call decides whether the ca
 Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d head dimension, dv value dimension.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,24 +17,10 @@ from crt_exp.attention.base import AttentionLayer, LinearAttention
 REMOVED = -1e4  # additive masks: 0 keeps a pair, values up to this one remove it
 
 
-def attend(
-    state: AttentionLayer,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    keep: Tensor | None = None,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    cross: bool | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    matrix: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention by `state`: returns the output (B,H,L,dv) and the matrix, or None.
+class Call(NamedTuple):
+    """One call of a swapped layer.
 
     Args:
-        state: the swapped layer.
         q: queries (B,H,L,d).
         k: keys (B,Hkv,S,d).
         v: values (B,Hkv,S,dv).
@@ -44,11 +32,27 @@ def attend(
         dropout: probability of dropping a key. Each entry of the attention matrix is dropped with this
             probability. All queries of a head drop the same keys, because the matrix is not formed.
         matrix: also return the attention matrix (B,H,L,S).
-
-    Raises:
-        ValueError: the mask is neither padding nor causal nor both, or sizes differ from those of the swap. The error
-            names the layer.
     """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keep: Tensor | None = None
+    mask: Tensor | None = None
+    causal: bool = False
+    cross: bool | None = None
+    scaling: float | None = None
+    dropout: float = 0.0
+    matrix: bool = False
+
+
+def attend(state: AttentionLayer, call: Call) -> tuple[Tensor, Tensor | None]:
+    """Attention by the swapped layer `state`: returns the output (B,H,L,dv) and the matrix, or None.
+
+    Raises ValueError, naming the layer, if the mask is neither padding nor causal nor both, or sizes differ from those
+    of the swap.
+    """
+    q, k, v, keep, mask, causal, cross, scaling, dropout, matrix = call
     S = k.shape[2]
     if mask is not None:
         check_mask(mask, q, S, state.path)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer
-from crt_exp.swap.attend import as_keep, attend
+from crt_exp.swap.attend import Call, as_keep, attend
 
 
 class SwappedMultiheadAttention(nn.Module):
@@ -56,18 +56,8 @@ class SwappedMultiheadAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         # activation checkpointing passes two tensors that share memory
         same = query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
-        out, matrix = attend(
-            self.swapped,
-            q,
-            k,
-            v,
-            keep=keep,
-            mask=mask,
-            causal=causal,
-            cross=not same,
-            matrix=need_weights,
-            dropout=dropout,
-        )
+        call = Call(q, k, v, keep, mask, causal, not same, dropout=dropout, matrix=need_weights)
+        out, matrix = attend(self.swapped, call)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if matrix is not None and average_attn_weights:
             matrix = matrix.mean(1)
@@ -149,7 +139,7 @@ class TimmAttention(nn.Module):
             k = self._rotated(k, rope).type_as(v)
         if causal:
             mask = None
-        out, _ = attend(self.swapped, q, k, v, mask=mask, causal=causal, dropout=dropout)
+        out, _ = attend(self.swapped, Call(q, k, v, mask=mask, causal=causal, dropout=dropout))
         out = out.transpose(1, 2).flatten(2)
         norm = self._modules.get("norm")
         if norm is not None:
