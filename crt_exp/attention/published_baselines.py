@@ -148,11 +148,9 @@ class Linformer(Redrawn):
         length: Count = 512,
         rank: Count = 128,
         redraw_every: Whole = 0,
-        seed: int = 0,
-        layer: int = 0,
-        **sizes,
+        **options,
     ):
-        super().__init__(heads, d, redraw_every=redraw_every, seed=seed, layer=layer, **sizes)
+        super().__init__(heads, d, redraw_every=redraw_every, **options)
         if not 1 <= rank <= length:
             raise ValueError(f"rank={rank}: expected 1 <= rank <= length={length}")
         self.shape = (rank, length)
@@ -230,11 +228,9 @@ class Reformer(Redrawn):
         buckets: Count = 32,
         chunk: Count = 64,
         redraw_every: Whole = 1,
-        seed: int = 0,
-        layer: int = 0,
-        **sizes,
+        **options,
     ):
-        super().__init__(heads, d, redraw_every=redraw_every, seed=seed, layer=layer, **sizes)
+        super().__init__(heads, d, redraw_every=redraw_every, **options)
         if buckets > 1 and buckets % 2:
             raise ValueError(f"buckets={buckets}: expected 1 or an even integer")
         self.chunk = chunk
@@ -314,8 +310,7 @@ def lsh_attention(
     logits = queries @ keys.mT  # (B, H, R, n, c, w)
     met, own = _count_meetings(band, order, chunk, offsets, causal, key_mask)
     logits = torch.where(own, SELF, logits)
-    if order.shape[2] > 1:
-        logits = logits - met.clamp(min=1).to(logits.dtype).log()
+    logits = logits - met.clamp(min=1).to(logits.dtype).log()
     logits = logits.masked_fill(met == 0, -torch.inf)
     sums = logits.logsumexp(-1, keepdim=True)  # (B, H, R, n, c, 1)
     weights = torch.exp(logits - torch.where(sums.isinf(), 0.0, sums))
@@ -327,13 +322,8 @@ def lsh_attention(
 
 
 def _sort_tokens(t: Tensor, order: Tensor, chunk: int) -> Tensor:
-    """Sort vectors (B, H, S, k) into chunks (B, H, R, n, c, k).
-
-    The last chunk is padded with zeros.
-    """
-    index = order.unsqueeze(-1).expand(*order.shape, t.shape[-1])
-    rows = t.unsqueeze(2).expand(-1, -1, order.shape[2], -1, -1).gather(3, index)
-    return F.pad(rows, (0, 0, 0, -rows.shape[3] % chunk)).unflatten(3, (-1, chunk))
+    """Sort vectors (B, H, S, k) into chunks (B, H, R, n, c, k), padded with zeros."""
+    return _split_chunks(t.unsqueeze(2).take_along_dim(order.unsqueeze(-1), 3), chunk)
 
 
 def _with_neighbours(t: Tensor, offsets: range, value: float = 0) -> Tensor:
@@ -348,8 +338,7 @@ def _with_neighbours(t: Tensor, offsets: range, value: float = 0) -> Tensor:
 
 def _restore_tokens(t: Tensor, positions: Tensor) -> Tensor:
     """Return chunks (B, H, R, n, c, k) to the order of tokens: (B, H, R, S, k)."""
-    index = positions.unsqueeze(-1).expand(*positions.shape, t.shape[-1])
-    return t.flatten(3, 4).gather(3, index)
+    return t.flatten(3, 4).take_along_dim(positions.unsqueeze(-1), 3)
 
 
 def _count_meetings(
@@ -367,15 +356,10 @@ def _count_meetings(
     gap = _gaps(band.gather(3, order), chunk, offsets)
     meets = _is_near(gap, chunk, causal)
     if key_mask is not None:
-        sorted_mask = key_mask[:, None, None].expand_as(order).gather(3, order)
-        meets = (
-            meets & _with_neighbours(_split_chunks(sorted_mask.int(), chunk, 0), offsets).mT.bool()
-        )
-    rounds = order.shape[2]
-    if rounds == 1:
-        return meets.to(torch.uint8), gap == 0
+        sorted_mask = _sort_tokens(key_mask[:, None, :, None], order, chunk)
+        meets = meets & _with_neighbours(sorted_mask, offsets, False).mT
     count = torch.zeros_like(meets, dtype=torch.uint8)
-    for turn in range(rounds):
+    for turn in range(order.shape[2]):
         band_of_turn = band[:, :, turn, None].expand_as(order).gather(3, order)
         count.add_(_is_near(_gaps(band_of_turn, chunk, offsets), chunk, causal))
     return count.mul_(meets), gap == 0
@@ -393,10 +377,11 @@ def _gaps(band: Tensor, chunk: int, offsets: range) -> Tensor:
     The queries are (.., n, c, 1), the keys (.., n, 1, w). The difference to a missing key far exceeds `chunk`.
     """
     missing = 2**30
+    band = band.unsqueeze(-1)
     keys = _with_neighbours(_split_chunks(band, chunk, -missing), offsets, value=-missing)
     return _split_chunks(band, chunk, missing) - keys.mT
 
 
-def _split_chunks(t: Tensor, chunk: int, value: int) -> Tensor:
-    padded = F.pad(t, (0, -t.shape[3] % chunk), value=value)
-    return padded.unflatten(3, (-1, chunk)).unsqueeze(-1)
+def _split_chunks(t: Tensor, chunk: int, value: int = 0) -> Tensor:
+    """Split (.., S, k) into chunks (.., n, c, k); `value` fills the last one."""
+    return F.pad(t, (0, 0, 0, -t.shape[3] % chunk), value=value).unflatten(3, (-1, chunk))
