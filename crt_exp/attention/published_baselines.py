@@ -360,7 +360,7 @@ def _count_meetings(
         meets = meets & _with_neighbours(sorted_mask, offsets, False).mT
     count = torch.zeros_like(meets, dtype=torch.uint8)
     for turn in range(order.shape[2]):
-        band_of_turn = band[:, :, turn, None].expand_as(order).gather(3, order)
+        band_of_turn = band[:, :, turn, None].take_along_dim(order, 3)
         count.add_(_is_near(_gaps(band_of_turn, chunk, offsets), chunk, causal))
     return count.mul_(meets), gap == 0
 

@@ -34,7 +34,6 @@ from crt_exp.nearfar.choice import (
     MIN_RENEWAL,
     RENEWAL_DIVISOR,
     SAMPLE_FACTOR,
-    Clusters,
     KeyMetric,
     KeySets,
     Sizes,
@@ -340,15 +339,10 @@ def attend_epoch(
     else:
         q = split_queries(x, L)
     in_block = torch.arange(start - lead, start - lead + q.shape[2] // G, device=x.device)
-    far, clusters = split_sums(sums, v.shape[-1], epoch)
-    queries = QueryBlocks(
-        q=q,
-        number=torch.arange(first, first + q.shape[1], device=x.device),
-        in_block=in_block.repeat(G),
-        far=far,
-        clusters=clusters,
-    )
-    out = attend_blocks(Past(y, v, keep, epoch.sets), queries, sizes, epoch.start)
+    number = torch.arange(first, first + q.shape[1], device=x.device)
+    queries = QueryBlocks(q, number.unsqueeze(0), *split_sums(sums, v.shape[-1], epoch.sets))
+    past = Past(y, v, keep, epoch.sets, in_block.repeat(G))
+    out = attend_blocks(past, queries, sizes, epoch.start)
     return join_queries(out, G, lead + L)[:, :, lead:], epoch
 
 
@@ -364,15 +358,14 @@ def cluster_rows(y: Tensor, v: Tensor, sets: KeySets, keys: slice) -> Tensor:
     return torch.cat([v[:, keys] * u.unsqueeze(-1), moments], -1)
 
 
-def split_sums(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Clusters]:
-    """Return [V, N] and the clusters.
+def split_sums(sums: Tensor, dv: int, sets: KeySets) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [V, N], and means and variances of the clusters.
 
     sums (Z, N, K, dv + d + 2) are those of `cluster_rows` over the keys.
     """
-    metric = epoch.sets.metric
     far = torch.cat([sums[..., :dv], sums[..., -1:]], -1)
-    clusters = summarize_clusters(sums[..., dv:], metric, epoch.sets.centres)
-    return far, clusters._replace(mu=clusters.mu + metric.shift.unsqueeze(1))
+    mu, tau = summarize_clusters(sums[..., dv:], sets.metric, sets.centres)
+    return far, mu + sets.metric.shift.unsqueeze(1), tau
 
 
 class Past(NamedTuple):
@@ -382,25 +375,17 @@ class Past(NamedTuple):
     v: Tensor  # (Z, S, dv)
     keep: Tensor  # (Z, S)
     sets: KeySets
+    in_block: Tensor  # (r,): positions of the queries within a block
 
 
 class QueryBlocks(NamedTuple):
     """Queries of consecutive blocks, with the clusters of the keys far from each block."""
 
     q: Tensor  # (Z, m, r, d)
-    number: Tensor  # (m,): numbers of the blocks
-    in_block: Tensor  # (r,): positions within a block
+    number: Tensor  # (1, m): numbers of the blocks
     far: Tensor  # (Z, m, K, dv + 1): [V, N]
-    clusters: Clusters  # (Z, m, K, .)
-
-    def select(self, blocks: slice) -> "QueryBlocks":
-        return QueryBlocks(
-            q=self.q[:, blocks],
-            number=self.number[blocks],
-            in_block=self.in_block,
-            far=self.far[:, blocks],
-            clusters=Clusters(*(t[:, blocks] for t in self.clusters)),
-        )
+    mu: Tensor  # (Z, m, K, d)
+    tau: Tensor  # (Z, m, K)
 
 
 def attend_blocks(past: Past, queries: QueryBlocks, sizes: Sizes, renewal: int) -> Tensor:
@@ -414,10 +399,10 @@ def attend_blocks(past: Past, queries: QueryBlocks, sizes: Sizes, renewal: int) 
     queries_of_block = queries.q[:, 0, :, 0].numel()
     size = max(1, CHUNK_NUMBERS // max(1, queries_of_block * retrieved * columns))
     recompute = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    recompute = recompute and not transformed(queries.q, queries.far, *queries.clusters)
+    recompute = recompute and not transformed(queries.q, queries.far, queries.mu, queries.tau)
     parts = []
-    for start in range(0, queries.q.shape[1], size):
-        chunk = queries.select(slice(start, start + size))
+    for tensors in zip(*(t.split(size, 1) for t in queries)):
+        chunk = QueryBlocks(*tensors)
         positions = retrieve_keys(past, chunk, sizes.block, count)
         inputs = (past, chunk, positions, sizes.block)
         if recompute:
@@ -433,16 +418,16 @@ def retrieve_keys(past: Past, queries: QueryBlocks, block: int, count: int) -> T
     far = (queries.number - 1) * block  # keys of each block
     pool = past.sets.pool
     position = torch.arange(pool.shape[1], device=pool.device)
-    members = pool[:, None, None] & (position < far[:, None, None])
+    members = pool[:, None, None] & (position < far[:, :, None, None])
     return retrieved_positions(past.y[:, : len(position)], members, queries.q, count)
 
 
 def near_logits(past: Past, queries: QueryBlocks, block: int) -> tuple[Tensor, Tensor]:
     """Return logits (Z, m, r, 2 b) and values (Z, m, 2 b, dv) of the near keys."""
-    number = queries.number.unsqueeze(1)
+    number = queries.number.mT
     window = torch.arange(2 * block, device=number.device)
     near = (number - 1) * block + window  # (m, 2 b)
-    position = number * block + queries.in_block  # (m, r)
+    position = number * block + past.in_block  # (m, r)
     is_past = near.unsqueeze(1) <= position.unsqueeze(-1)
     index = near.clamp(max=past.y.shape[1] - 1)
     visible = is_past & past.keep[:, index].unsqueeze(2)
@@ -465,7 +450,6 @@ def attend_queries(past: Past, queries: QueryBlocks, positions: Tensor, block: i
     It is a softmax over near keys, heavy hitters, retrieved keys and the rest of the clusters.
     """
     q = queries.q
-    clusters = queries.clusters
     single_keys = [near_logits(past, queries, block), heavy_logits(past, queries)]
     missing = positions < 0
     positions = positions.clamp(min=0)
@@ -474,9 +458,9 @@ def attend_queries(past: Past, queries: QueryBlocks, positions: Tensor, block: i
     cluster = past.sets.cluster.gather(1, positions.flatten(1)).view(positions.shape)
     with torch.no_grad():  # assumes that a cluster is shaped like all keys
         variance = (q @ past.sets.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True)
-        sd = (variance * clusters.tau.unsqueeze(-2)).sqrt()
+        sd = (variance * queries.tau.unsqueeze(-2)).sqrt()
     remaining, log_weight = cluster_remainder(
-        mu=q @ clusters.mu.mT,
+        mu=q @ queries.mu.mT,
         sd=sd,
         number=queries.far[..., -1].unsqueeze(-2),
         retrieved=retrieved.masked_fill(missing, torch.inf),

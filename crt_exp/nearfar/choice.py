@@ -377,14 +377,13 @@ def zero_masked(t: Tensor, keep: Tensor | None) -> Tensor:
 
 def one_hot(cluster: Tensor, clusters: int, dtype: torch.dtype) -> Tensor:
     """Return (..., clusters) with 1 at the cluster of each row."""
-    zeros = torch.zeros(*cluster.shape, clusters, dtype=dtype, device=cluster.device)
-    return zeros.scatter(-1, cluster.unsqueeze(-1), 1.0)
+    return (cluster.unsqueeze(-1) == torch.arange(clusters, device=cluster.device)).to(dtype)
 
 
 def rows_at(t: Tensor, index: Tensor) -> Tensor:
     """Return the rows (Z, ..., k) of t (Z, S, k) at index (Z, ...)."""
-    positions = index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1])
-    return t.gather(1, positions).view(*index.shape, t.shape[-1])
+    rows = t.take_along_dim(index.flatten(1).unsqueeze(-1), 1)
+    return rows.view(*index.shape, t.shape[-1])
 
 
 # ---- all keys

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -123,11 +122,13 @@ def near_far_attention(
             msg="attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True"
         )
         return _outside_graph(x, y, v, sizes, causal=True, key_mask=key_mask, factor=factor)
+    method: Any = Bidirectional(sizes, cross, metric, factor, in_c)
     if causal:
-        return _attend_past(Causal(sizes, factor, in_c), x, y, v, key_mask)
-    method = Bidirectional(sizes, cross, metric, factor, in_c)
-    near_far = partial(_attend_both_directions, method)
-    if key_mask is None or not until:
+        method = Causal(sizes, factor, in_c)
+    if key_mask is None:
+        return _by_heads(method, x, y, v, None)
+    near_far = partial(_attend_past if causal else _attend_both_directions, method)
+    if causal or not until:
         return near_far(x, y, v, key_mask)
     return apply_by_row(key_mask.sum(1) <= until, exact, near_far, x, y, v, key_mask)
 
@@ -158,12 +159,16 @@ def apply_by_row(
     which: Tensor,
     first: Callable[..., Tensor],
     second: Callable[..., Tensor],
-    *inputs: Tensor,
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    key_mask: Tensor,
 ) -> Tensor:
     """Apply `first` to rows where `which` (B,) is True, and `second` to the others.
 
     No row's outputs depend on other rows.
     """
+    inputs = (x, y, v, key_mask)
     if torch.compiler.is_compiling() or transforming():
         return torch.where(which[:, None, None, None], first(*inputs), second(*inputs))
     number = int(which.sum())  # the only wait for a device
@@ -172,16 +177,10 @@ def apply_by_row(
     if number == len(which):
         return first(*inputs)
     order = which.long().argsort(descending=True, stable=True)
-    first_rows = order[:number]
-    second_rows = order[number:]
-    first_out = first(*(t[first_rows] for t in inputs))
-    second_out = second(*(t[second_rows] for t in inputs))
-    return _restore_order([first_rows, second_rows], [first_out, second_out])
-
-
-def _restore_order(rows: list[Tensor], outputs: list[Tensor]) -> Tensor:
-    """Put the outputs of groups of rows into the order of the batch."""
-    return torch.cat(outputs)[torch.cat(rows).argsort()]
+    out = v.new_zeros(*x.shape[:3], v.shape[3])
+    for rows, attend in ((order[:number], first), (order[number:], second)):
+        out[rows] = attend(x[rows], y[rows], v[rows], key_mask[rows])
+    return out
 
 
 def _attend_both_directions(
@@ -189,11 +188,9 @@ def _attend_both_directions(
     x: Tensor,
     y: Tensor,
     v: Tensor,
-    key_mask: Tensor | None,
+    key_mask: Tensor,
 ) -> Tensor:
     """Apply the method with blocks counted from each row's first real token."""
-    if key_mask is None:
-        return _by_heads(method, x, y, v, None)
     shift = None
     if not method.cross:
         shift = LeftShift.plan(key_mask, method.sizes.block)
@@ -211,14 +208,12 @@ def _attend_past(
     x: Tensor,
     y: Tensor,
     v: Tensor,
-    key_mask: Tensor | None,
+    key_mask: Tensor,
 ) -> Tensor:
     """Apply the method to groups of rows with equal first real tokens.
 
     Renewals are counted from there.
     """
-    if key_mask is None:
-        return _by_heads(method, x, y, v, None)
     if torch.compiler.is_compiling() or transforming():
         raise ValueError(
             "key_mask: not supported by causal near-far attention under torch.compile, torch.export or "
@@ -229,17 +224,13 @@ def _attend_past(
     if not any(firsts):
         out = _by_heads(method, x, y, v, key_mask)
     else:
-        groups = []
-        outputs = []
-        for first in sorted(set(firsts)):
+        out = v.new_zeros(*x.shape[:3], v.shape[3])
+        for first in set(firsts):
             members = [row for row, start in enumerate(firsts) if start == first]
             rows = torch.tensor(members, device=x.device)
             lead = max(0, first - before)
             vectors = (x[rows, :, lead:], y[rows, :, first:], v[rows, :, first:])
-            out = _by_heads(method, *vectors, key_mask[rows, first:])
-            groups.append(rows)
-            outputs.append(F.pad(out, (0, 0, lead, 0)))
-        out = _restore_order(groups, outputs)
+            out[rows, :, lead:] = _by_heads(method, *vectors, key_mask[rows, first:])
     seen = key_mask.cumsum(-1)[:, None, before:, None] > 0
     return torch.where(seen, out, 0.0)  # outputs of queries without keys are arbitrary
 
