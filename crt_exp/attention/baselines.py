@@ -301,23 +301,9 @@ def window_attention(
     shift = None
     if key_mask is not None:
         shift = LeftShift.plan(key_mask, block)
-        if shift is not None:
-            x, y, v = (shift.apply(t) for t in (x, y, v))
-            key_mask = shift.apply_to_mask(key_mask)
-    out = _attend_window(x, y, v, key_mask, block, first, causal)
-    return out if shift is None else shift.undo(out)
-
-
-def _attend_window(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    block: int,
-    first: int,
-    causal: bool,
-) -> Tensor:
-    """Compute `window_attention` of rows whose first real token begins a block."""
+    if shift is not None and key_mask is not None:
+        x, y, v = (shift.apply(t) for t in (x, y, v))
+        key_mask = shift.apply_to_mask(key_mask)
     H, L = x.shape[1:3]
     S = y.shape[2]
     y = repeat_heads(y, H)
@@ -352,7 +338,8 @@ def _attend_window(
         of_queries = torch.arange(start * block, (start + count) * block, device=x.device)
         allowed = allowed & (position.mT <= of_queries.view(count, block, 1))
     out = _masked_softmax(queries, keys, values, allowed)
-    return out.flatten(2, 3)[:, :, lead : lead + L]
+    out = out.flatten(2, 3)[:, :, lead : lead + L]
+    return out if shift is None else shift.undo(out)
 
 
 class Exact(Baseline):

@@ -182,13 +182,12 @@ class DecodingState(TokenState):
             chunked = self._chunked(dtype, key_mask)
             y = y.to(dtype)
             v = v.to(dtype)
-            if key_mask is None:
-                keys, queries = _token_features(chunked.bound, y, x.to(dtype))
-            else:
-                keep = key_mask[:, None, :, None]
-                y = torch.where(keep, y, 0.0)  # padding may hold NaN
+            keep = None if key_mask is None else key_mask[:, None, :, None]
+            if keep is not None:  # padding may hold NaN
+                y = torch.where(keep, y, 0.0)
                 v = torch.where(keep, v, 0.0)
-                keys, queries = _token_features(chunked.bound, y, x.to(dtype))
+            keys, queries = _token_features(chunked.bound, y, x.to(dtype))
+            if keep is not None:
                 keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
             sums = _add_key(past, keys, with_ones(v), chunked.modulus)
             return self._outputs(read(queries, sums)).to(out_dtype), sums

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from crt_exp.attention.baselines import Buffer
 from crt_exp.attention.checks import (
@@ -92,9 +92,7 @@ class RowGroup:
     def select(self, places: list[int], rows: list[int]) -> "RowGroup":
         """Return a copy with the rows at these places, as these rows of a new batch."""
 
-        def select_rows(t: Any) -> Any:
-            if not isinstance(t, Tensor):
-                return t
+        def select_rows(t: Tensor) -> Tensor:
             return t.unflatten(0, (len(self.rows), -1))[places].flatten(0, 1)
 
         other = copy.copy(self)
@@ -102,7 +100,7 @@ class RowGroup:
         other.keys = Buffer(select_rows(self.keys.rows))
         other.values = Buffer(select_rows(self.values.rows))
         parts = (self.keep, self.epoch, self.memory)
-        other.keep, other.epoch, other.memory = tree_map(select_rows, parts)
+        other.keep, other.epoch, other.memory = tree_map_only(Tensor, select_rows, parts)
         return other
 
 

@@ -88,7 +88,7 @@ def unswap_attention(model: nn.Module) -> nn.Module:
     >>> type(crt_exp.unswap_attention(module)).__name__
     'MultiheadAttention'
     """
-    modules = [place.module for place in swappable(model)]
+    modules = [module for _, module in families.attention_modules(model)]
     swapped = [module for module in modules if "swapped" in module._modules]
     if not swapped:
         raise ValueError(f"{type(model).__name__}: no swapped attention; call swap_attention first")
@@ -172,12 +172,10 @@ def _choose_layers(
         leave_out = layers is not None or all(place.has_window for place in unsupported)
         return supported if supported and leave_out else list(range(count))
     numbers: Any = [layers] if isinstance(layers, Integral) else layers
-    chosen: set[int] = set()
-    for i in numbers:
-        if isinstance(i, bool) or not isinstance(i, Integral) or not -count <= int(i) < count:
-            chosen = set()
-            break
-        chosen.add(int(i) % count)
+    try:
+        chosen = {range(count)[i] for i in numbers}
+    except (IndexError, TypeError):
+        chosen = set()
     if not chosen:
         raise ValueError(f"layers={layers!r}: expected indices of {count} layers, 0 to {count - 1}")
     return sorted(chosen)
@@ -373,7 +371,7 @@ def write_record(model: nn.Module) -> None:
         setattr(holder.config, KEY, record)
         # a model inside another one may be saved by itself
         for part in pretrained_models(holder):
-            if any("swapped" in inner._modules for inner in part.modules()):
+            if _has_swapped(part):
                 setattr(part.config, IMPLEMENTATION, KEY)
 
 
