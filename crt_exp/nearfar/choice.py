@@ -390,7 +390,12 @@ def rows_at(t: Tensor, index: Tensor) -> Tensor:
 
 
 def exact_attention(
-    x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    causal: bool,
+    key_mask: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Compute softmax attention with logits scale x.y by the fused kernel where it serves.
 

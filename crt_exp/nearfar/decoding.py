@@ -27,7 +27,13 @@ from crt_exp.attention.checks import (
 )
 from crt_exp.attention.decoding import TokenState
 from crt_exp.nearfar import native
-from crt_exp.nearfar.causal import Epoch, attend_epochs, attend_past, fit_metric, list_epochs
+from crt_exp.nearfar.causal import (
+    Epoch,
+    attend_epochs,
+    attend_past,
+    fit_metric,
+    list_epochs,
+)
 from crt_exp.nearfar.choice import Sizes, unmasked_keys
 from crt_exp.nearfar.dispatch import join_key_heads, split_key_heads
 
@@ -52,8 +58,10 @@ class RowGroup:
     def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """Append tokens of these rows and return their outputs (., H, T, dv); masked keys are 0."""
         q, new_keys, new_values, new_keep = split_key_heads(x, y, v, key_mask)
-        keys = self.keys.append(_padded_columns(new_keys))[:, 0, :, : y.shape[3]]
-        values = self.values.append(_padded_columns(new_values))[:, 0, :, : v.shape[3]]
+        keys = self.keys.append(_padded_columns(new_keys))
+        keys = keys[:, 0, :, : y.shape[3]]
+        values = self.values.append(_padded_columns(new_values))
+        values = values[:, 0, :, : v.shape[3]]
         if new_keep is not None and bool(new_keep.all()):
             new_keep = None
         if new_keep is not None or self.keep is not None:
@@ -62,7 +70,8 @@ class RowGroup:
         # for any number of threads: a state keeps its engine
         attend_far = self._attend_in_c if native.applies(x, y) else self._attend_in_pytorch
         attend_far = partial(attend_far, y=keys, v=values)
-        return join_key_heads(attend_past(attend_far, q, keys, values, self.keep, self.sizes), y)
+        out = attend_past(attend_far, q, keys, values, self.keep, self.sizes)
+        return join_key_heads(out, y)
 
     def _attend_in_pytorch(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         if self.epoch is None:

@@ -226,8 +226,7 @@ def _attend_past(
     else:
         out = v.new_zeros(*x.shape[:3], v.shape[3])
         for first in set(firsts):
-            members = [row for row, start in enumerate(firsts) if start == first]
-            rows = torch.tensor(members, device=x.device)
+            rows = [row for row, start in enumerate(firsts) if start == first]
             lead = max(0, first - before)
             vectors = (x[rows, :, lead:], y[rows, :, first:], v[rows, :, first:])
             out[rows, :, lead:] = _by_heads(method, *vectors, key_mask[rows, first:])

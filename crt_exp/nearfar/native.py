@@ -155,7 +155,13 @@ def causal(x: Tensor, y: Tensor, v: Tensor, fields: Fields) -> Tensor:
     return _NearFarInC.apply("near_far_causal", fields, x, y, v)
 
 
-def empty_memory(y: Tensor, dv: int, metric: KeyMetric, sizes: Sizes, capacity: int) -> PastMemory:
+def empty_memory(
+    y: Tensor,
+    dv: int,
+    metric: KeyMetric,
+    sizes: Sizes,
+    capacity: int,
+) -> PastMemory:
     """Return the empty state of decoding for keys y (Z, S, d)."""
     call = Call(d=y.shape[-1], dv=dv, capacity=capacity, **_size_fields(sizes, capacity))
     library = native.library()

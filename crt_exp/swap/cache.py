@@ -34,7 +34,7 @@ from crt_exp.attention.baselines import Window
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.decoding import DecodingState, changes
 from crt_exp.swap.attend import Call, prepare, read_mask
-from crt_exp.swap.families import is_cross, names_in_forward
+from crt_exp.swap.families import is_cross, names_in_forward, remove_hook
 
 NAMES = ("cache", "past_key_values")  # argument of forward, and its deprecated name
 RECURRENT = (LinearAttention, Window)  # layers with a decoding state
@@ -292,8 +292,9 @@ def _marks(swapped: Any) -> list[tuple[Tensor, int]]:
 
 def install(model: nn.Module) -> None:
     """Make `generate` and use_cache=True of the model create recurrent caches."""
-    uninstall(model)
     for part in model.modules():
+        part.__dict__.pop("_prepare_cache_for_generation", None)
+        remove_hook(part, "recurrent_cache_hook")
         if not isinstance(part, PreTrainedModel):
             continue
         kind: Any = type(part)
@@ -306,13 +307,6 @@ def install(model: nn.Module) -> None:
         # a generate method of its own reads the keys (Whisper)
         if layers and getattr(kind, "generate", None) is GenerationMixin.generate:
             part.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, part, layers)
-
-
-def uninstall(model: nn.Module) -> None:
-    for part in model.modules():
-        part.__dict__.pop("_prepare_cache_for_generation", None)
-        if "recurrent_cache_hook" in part.__dict__:
-            part.__dict__.pop("recurrent_cache_hook").remove()
 
 
 def _recurrent_layers(model: nn.Module) -> frozenset[int]:

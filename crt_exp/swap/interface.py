@@ -105,7 +105,7 @@ def interface_attention(
                 raise ValueError(
                     f"{state.path}: unsupported mask of {mask.dtype}; leave the layer out with layers=[...]"
                 )
-            keep = None if known_true(mask) else mask
+            keep = mask
             mask = None
         # of a mask of pairs for a single query
         causal = of_keys or (mask is not None and state.causal)
