@@ -86,9 +86,8 @@ class DecodingState(TokenState):
         version: Hashable = None,
     ):
         self.version = version
-        self.sums: Partial | None = (
-            None  # over past keys for each feature; None before the first key
-        )
+        # over past keys for each feature; None before the first key
+        self.sums: Partial | None = None
         self._phi = phi
         self._noise = noise
         self._params = params

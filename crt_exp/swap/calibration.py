@@ -273,10 +273,8 @@ def measure(
     The layer runs with its current projections on the first SEQUENCES sequences of q (B,H,L,d), k (B,Hkv,S,d) and v
     (B,Hkv,S,dv). QUERIES queries of each sequence are compared with exact attention. Padded queries do not count.
     """
-    q = q[:SEQUENCES]
-    k = k[:SEQUENCES]
-    v = v[:SEQUENCES]
-    key_mask = None if key_mask is None else key_mask[:SEQUENCES]
+    inputs = (q, k, v, key_mask)
+    q, k, v, key_mask = tree_map_only(Tensor, lambda t: t[:SEQUENCES], inputs)
     L = q.shape[2]
     rows = torch.randperm(L, generator=torch.Generator().manual_seed(0))[:QUERIES].to(q.device)
     real = real_queries(state, q, k, key_mask)[:, None, :, None].expand(-1, -1, L, -1)[:, :, rows]

@@ -47,8 +47,7 @@ class SwappedMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         batched = query.ndim == 3
-        time_first = batched and not self.batch_first
-        q, k, v = (self._split(t, batched, time_first) for t in self._project(query, key, value))
+        q, k, v = (self._split(t) for t in self._project(query, key, value))
         keep = as_keep(key_padding_mask, self.swapped.path)
         if keep is not None and not batched:
             keep = keep[None]
@@ -61,7 +60,7 @@ class SwappedMultiheadAttention(nn.Module):
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if matrix is not None and average_attn_weights:
             matrix = matrix.mean(1)
-        if time_first:
+        if batched and not self.batch_first:
             out = out.transpose(0, 1)
         if batched:
             return out, matrix
@@ -81,12 +80,13 @@ class SwappedMultiheadAttention(nn.Module):
         vectors = (query, key, value)
         return tuple(F.linear(t, w, b) for t, w, b in zip(vectors, weights, biases))
 
-    def _split(self, t: Tensor, batched: bool, time_first: bool) -> Tensor:
-        if time_first:
-            t = t.transpose(0, 1)
-        elif not batched:
+    def _split(self, t: Tensor) -> Tensor:
+        t = t.unflatten(-1, (self.num_heads, -1))
+        if t.ndim == 3:
             t = t[None]
-        return t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        elif not self.batch_first:
+            t = t.transpose(0, 1)
+        return t.transpose(1, 2)
 
     def _mask(
         self, mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool
