@@ -140,9 +140,10 @@ class Epoch(NamedTuple):
         start = (first - 1) * block
         stop = (last - 1) * block
         sets = self._assign_keys(y[:, :stop], keep[:, :stop])
-        unsummed = slice(self.summed, stop)
-        rows = cluster_rows(y, v, sets, unsummed)
-        members = one_hot(sets.cluster[:, unsummed], sets.centres.shape[1], rows.dtype)
+        new = slice(self.summed, stop)
+        unsummed = sets._replace(pool=sets.pool[:, new], cluster=sets.cluster[:, new])
+        rows = cluster_rows(y[:, new], v[:, new], unsummed)
+        members = one_hot(unsummed.cluster, sets.centres.shape[1], rows.dtype)
         before = start - self.summed  # rows that are far from block `first`
         sums = (self.sums + members[:, :before].mT @ rows[:, :before]).unsqueeze(1)
         if stop > start:
@@ -346,16 +347,14 @@ def attend_epoch(
     return join_queries(out, G, lead + L)[:, :, lead:], epoch
 
 
-def cluster_rows(y: Tensor, v: Tensor, sets: KeySets, keys: slice) -> Tensor:
-    """Return values and moments of a range of keys, (Z, m, dv + d + 2).
+def cluster_rows(y: Tensor, v: Tensor, sets: KeySets) -> Tensor:
+    """Return values and moments of keys, (Z, S, dv + d + 2).
 
     Rows are 0 for keys outside clusters.
     """
-    member = sets.pool[:, keys]
-    shifted = zero_masked(y[:, keys] - sets.metric.shift, member)
-    u = member.to(y.dtype)  # equal weights: the mean query is not known
-    moments = key_moments(shifted, u, sets.metric, sets.cluster[:, keys], sets.centres)
-    return torch.cat([v[:, keys] * u.unsqueeze(-1), moments], -1)
+    shifted = zero_masked(y - sets.metric.shift, sets.pool)
+    u = sets.pool.to(y.dtype)  # equal weights: the mean query is not known
+    return torch.cat([v * u.unsqueeze(-1), key_moments(shifted, u, sets)], -1)
 
 
 def split_sums(sums: Tensor, dv: int, sets: KeySets) -> tuple[Tensor, Tensor, Tensor]:
@@ -364,7 +363,7 @@ def split_sums(sums: Tensor, dv: int, sets: KeySets) -> tuple[Tensor, Tensor, Te
     sums (Z, N, K, dv + d + 2) are those of `cluster_rows` over the keys.
     """
     far = torch.cat([sums[..., :dv], sums[..., -1:]], -1)
-    mu, tau = summarize_clusters(sums[..., dv:], sets.metric, sets.centres)
+    mu, tau = summarize_clusters(sums[..., dv:], sets)
     return far, mu + sets.metric.shift.unsqueeze(1), tau
 
 

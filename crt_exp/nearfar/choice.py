@@ -304,15 +304,9 @@ class Clusters(NamedTuple):
     tau: Tensor
 
 
-def key_moments(
-    y: Tensor,
-    u: Tensor,
-    metric: KeyMetric,
-    cluster: Tensor,
-    centres: Tensor,
-) -> Tensor:
-    """Return [u y, u |z - centre|^2, u] (Z, S, d + 2) of each key, to be summed."""
-    residuals = y @ metric.root - rows_at(centres, cluster)
+def key_moments(y: Tensor, u: Tensor, sets: KeySets) -> Tensor:
+    """Return [u y, u |z - centre|^2, u] (Z, S, d + 2) of each shifted key, to be summed."""
+    residuals = y @ sets.metric.root - rows_at(sets.centres, sets.cluster)
     squares = residuals.square().sum(-1, keepdim=True)
     u = u.unsqueeze(-1)
     return torch.cat([u * y, u * squares, u], -1)
@@ -323,12 +317,12 @@ def log_number(N: Tensor) -> Tensor:
     return torch.where(N > MIN_WEIGHT, N.clamp(min=MIN_WEIGHT).log(), MASKED)
 
 
-def summarize_clusters(sums: Tensor, metric: KeyMetric, centres: Tensor) -> Clusters:
+def summarize_clusters(sums: Tensor, sets: KeySets) -> Clusters:
     """Return the clusters of summed `key_moments` (Z, n, K, d + 2)."""
     N = sums[..., -1]
     means = sums[..., :-1] / N.clamp(min=MIN_WEIGHT).unsqueeze(-1)
     mu = means[..., :-1]
-    offsets = mu @ metric.root.unsqueeze(1) - centres.unsqueeze(1)
+    offsets = mu @ sets.metric.root.unsqueeze(1) - sets.centres.unsqueeze(1)
     tau = (means[..., -1] - offsets.square().sum(-1)).clamp(min=0)
     return Clusters(mu, torch.where(N > MIN_WEIGHT, tau, 0.0))
 
