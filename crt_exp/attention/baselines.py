@@ -160,11 +160,16 @@ def exact_attention(
     (1, 2, 5, 4)
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
-    if key_mask is not None:
-        unmasked = key_mask[:, None, :, None]
-        y = torch.where(unmasked, y, 0.0)
-        v = torch.where(unmasked, v, 0.0)
+    y, v = without_padding(key_mask, y, v)
     return fused_attention(x, y, v, causal, key_mask, scale)
+
+
+def without_padding(key_mask: Tensor | None, *tensors: Tensor) -> list[Tensor]:
+    """Replace masked tokens of tensors (B, ., S, .), which may hold NaN, by zeros."""
+    if key_mask is None:
+        return list(tensors)
+    unmasked = key_mask[:, None, :, None]
+    return [torch.where(unmasked, t, 0.0) for t in tensors]
 
 
 def fused_attention(
@@ -312,8 +317,7 @@ def window_attention(
     keep = torch.ones(1, S, dtype=torch.bool, device=x.device)
     if key_mask is not None:
         keep = key_mask
-        y = torch.where(keep[:, None, :, None], y, 0.0)
-        v = torch.where(keep[:, None, :, None], v, 0.0)
+        y, v = without_padding(keep, y, v)
     start = (S - L) // block  # block of the first query
     count = (S - 1) // block - start + 1
     lead = (S - L) - start * block  # positions of the first block before the first query

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.base import Redraws, in_backward
-from crt_exp.attention.baselines import Baseline
+from crt_exp.attention.baselines import Baseline, without_padding
 from crt_exp.attention.checks import check_inputs, from_first, repeat_heads
 from crt_exp.features.base import ONE, FeatureMap, Features, Projections
 from crt_exp.samplers import at_least_float32
@@ -176,9 +176,7 @@ class Linformer(Redrawn):
         y = repeat_heads(y, x.shape[1])
         v = repeat_heads(v, x.shape[1])
         if key_mask is not None:
-            unmasked = key_mask[:, None, :, None]
-            y = from_first(torch.where(unmasked, y, 0.0), key_mask, S)
-            v = from_first(torch.where(unmasked, v, 0.0), key_mask, S)
+            y, v = (from_first(t, key_mask, S) for t in without_padding(key_mask, y, v))
         key_projection, value_projection = self.projections()
         keys = key_projection[:, :S].to(y.dtype) @ y
         values = value_projection[:, :S].to(v.dtype) @ v
@@ -290,12 +288,7 @@ def lsh_attention(
     q (B,H,S,d), v (B,H,S,dv), buckets (B,H,R,S). Returns (B,H,S,dv), 0 at padding.
     A pair that meets in N rounds counts once: its logit is reduced by log N in each round.
     """
-    q = at_least_float32(q)
-    values = at_least_float32(v)
-    if key_mask is not None:  # padding may hold NaN
-        unmasked = key_mask[:, None, :, None]
-        q = torch.where(unmasked, q, 0.0)
-        values = torch.where(unmasked, values, 0.0)
+    q, values = without_padding(key_mask, at_least_float32(q), at_least_float32(v))
     S = q.shape[2]
     chunk = min(chunk, S)
     offsets = range(1) if chunk == S else range(-1, 1 if causal else 2)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from crt_exp.attention.baselines import Buffer
+from crt_exp.attention.baselines import Buffer, without_padding
 from crt_exp.attention.checks import (
     batch_indices,
     check_entries,
@@ -164,11 +164,9 @@ class RecallState(TokenState):
         if self.columns != columns:
             raise ValueError(f"decoding state: d, dv = {self.columns}, got {columns}")
         dtype = compute_dtype(y, v)
-        if key_mask is not None:  # padding may hold NaN
-            unmasked = key_mask[:, None, :, None]
-            x = torch.where(unmasked | x.isfinite(), x, 0.0)
-            y = torch.where(unmasked, y, 0.0)
-            v = torch.where(unmasked, v, 0.0)
+        if key_mask is not None:
+            x = torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
+        y, v = without_padding(key_mask, y, v)
         check_result(torch.linalg.vector_norm(y, dim=(1, 2, 3)))
         check_entries(x)
         start = self.length

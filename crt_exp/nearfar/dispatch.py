@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention.baselines import VECTOR
+from crt_exp.attention.baselines import VECTOR, without_padding
 from crt_exp.attention.checks import (
     LeftShift,
     check_entries,
@@ -106,10 +106,7 @@ def near_far_attention(
         x = x * factor
         y = y * factor
         factor = 1.0
-    if key_mask is not None:
-        unmasked = key_mask[:, None, :, None]
-        y = torch.where(unmasked, y, 0.0)
-        v = torch.where(unmasked, v, 0.0)
+    y, v = without_padding(key_mask, y, v)
     until = sizes.first_renewal if causal else sizes.exact_until
     exact = partial(_exact_outputs, causal=causal, factor=factor)
     if y.shape[2] <= until:
@@ -159,16 +156,12 @@ def apply_by_row(
     which: Tensor,
     first: Callable[..., Tensor],
     second: Callable[..., Tensor],
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    key_mask: Tensor,
+    *inputs: Tensor,
 ) -> Tensor:
     """Apply `first` to rows where `which` (B,) is True, and `second` to the others.
 
-    No row's outputs depend on other rows.
+    Inputs are queries, keys, values and mask. No row's outputs depend on other rows.
     """
-    inputs = (x, y, v, key_mask)
     if torch.compiler.is_compiling() or transforming():
         return torch.where(which[:, None, None, None], first(*inputs), second(*inputs))
     number = int(which.sum())  # the only wait for a device
@@ -177,9 +170,10 @@ def apply_by_row(
     if number == len(which):
         return first(*inputs)
     order = which.long().argsort(descending=True, stable=True)
+    x, _, v, _ = inputs
     out = v.new_zeros(*x.shape[:3], v.shape[3])
     for rows, attend in ((order[:number], first), (order[number:], second)):
-        out[rows] = attend(x[rows], y[rows], v[rows], key_mask[rows])
+        out[rows] = attend(*(t[rows] for t in inputs))
     return out
 
 
