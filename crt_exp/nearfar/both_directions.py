@@ -77,13 +77,10 @@ class Bidirectional:
         It uses the moments of earlier queries, because queries of the call may lie in the future of each other. Without
         them queries are assumed to be as large as keys.
         """
-        if self.factor != 1:
-            y = y * self.factor
-        metric = KeyMetric.fit(None, y, None, keep)
+        metric = KeyMetric.fit(None, y * self.factor, None, keep)
         if self.metric is None:
             return metric
-        return KeyMetric(
-            shift=metric.shift,
+        return metric._replace(
             tilt=self.metric.tilt[rows].to(y.dtype),
             root=self.metric.root[rows].to(y.dtype),
         )
