@@ -150,7 +150,7 @@ def read_mask(
         return seen, causal and queries == 1, mask.shape[-1]
     allowed = _allowed(mask, path)
     while allowed.ndim < 4:
-        allowed = allowed.unsqueeze(0) if allowed.ndim == 2 else allowed.unsqueeze(1)
+        allowed = allowed.unsqueeze(-3)
     pattern = _pattern(allowed)
     if pattern is None:
         raise ValueError(
@@ -174,10 +174,10 @@ def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, pat
     """
     S = keep.shape[1]
     if queries == 1:
-        return _last_used(keep) if causal else S
+        return last_used(keep) if causal else S
     if causal or not expected:
         return S
-    used = _last_used(keep)
+    used = last_used(keep)
     if used != queries and S - used >= queries - 1:
         raise ValueError(
             f"{path}: right padding is ambiguous in a static cache; use padding_side='left'"
@@ -213,7 +213,7 @@ def _pattern(allowed: Tensor) -> tuple[Tensor, bool, int] | None:
     last = pairs[:, -1]
     if bool((pairs == last[:, None]).all()):
         return last, False, S
-    used = _last_used(last)
+    used = last_used(last)
     # position of the last query, if the mask is causal
     end = used + L - 1 - int(pairs[..., used - 1].any(0).int().argmax())
     past = torch.ones(L, S, dtype=torch.bool, device=pairs.device).tril(end - L)
@@ -222,7 +222,7 @@ def _pattern(allowed: Tensor) -> tuple[Tensor, bool, int] | None:
     return last[:, :end], True, end
 
 
-def _last_used(keep: Tensor) -> int:
+def last_used(keep: Tensor) -> int:
     """The number of keys up to the last one kept in any row of keep (B, S).
 
     Returns S if no key is kept. A static cache has unused slots after that key.

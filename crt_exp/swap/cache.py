@@ -33,7 +33,7 @@ from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.baselines import Window
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.decoding import DecodingState, changes
-from crt_exp.swap.attend import Call, prepare, read_mask
+from crt_exp.swap.attend import Call, last_used, prepare, read_mask
 from crt_exp.swap.families import is_cross, names_in_forward, remove_hook
 
 NAMES = ("cache", "past_key_values")  # argument of forward, and its deprecated name
@@ -216,8 +216,7 @@ class RecurrentLayer(DynamicLayer):
         """Store a mask of all tokens, up to the last removed token."""
         self.padding = None
         if keep is not None and not bool(keep.all()):
-            removed = (~keep).any(0).nonzero()
-            self.padding = keep[:, : int(removed[-1]) + 1].clone()
+            self.padding = keep[:, : last_used(~keep)].clone()
 
     # ---- fall back to storing the keys
 

@@ -71,11 +71,8 @@ def remove_hook(part: nn.Module, name: str) -> None:
 
 def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The attention modules that `swap_attention` supports, with paths, in order."""
-    modules = []
-    for path, module in model.named_modules():
-        if family(module):
-            modules.append((path or type(module).__name__, module))
-    return modules
+    modules = [(path, module) for path, module in model.named_modules() if family(module)]
+    return [(path or type(module).__name__, module) for path, module in modules]
 
 
 def swapped_class(module: Any) -> type | None:
