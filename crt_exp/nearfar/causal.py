@@ -268,7 +268,7 @@ def attend_past(
     """
     L = x.shape[2]
     until = min(sizes.first_renewal, y.shape[1])
-    exact = min(max(0, until - y.shape[1] + L), L)  # number of queries before the first renewal
+    exact = max(0, until - y.shape[1] + L)  # number of queries before the first renewal
     parts = []
     if exact:
         mask = None if keep is None else keep[:, :until]
@@ -341,7 +341,8 @@ def attend_epoch(
         q = split_queries(x, L)
     in_block = torch.arange(start - lead, start - lead + q.shape[2] // G, device=x.device)
     number = torch.arange(first, first + q.shape[1], device=x.device)
-    queries = QueryBlocks(q, number.unsqueeze(0), *split_sums(sums, v.shape[-1], epoch.sets))
+    far, mu, tau = split_sums(sums, v.shape[-1], epoch.sets)
+    queries = QueryBlocks(q, number.unsqueeze(0), far, mu, tau)
     past = Past(y, v, keep, epoch.sets, in_block.repeat(G))
     out = attend_blocks(past, queries, sizes, epoch.start)
     return join_queries(out, G, lead + L)[:, :, lead:], epoch

@@ -55,7 +55,13 @@ class RowGroup:
         self.epoch: Epoch | None = None
         self.memory: native.PastMemory | None = None
 
-    def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def step(
+        self,
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+    ) -> Tensor:
         """Append tokens of these rows and return their outputs (., H, T, dv); masked keys are 0."""
         q, new_keys, new_values, new_keep = split_key_heads(x, y, v, key_mask)
         keys = self.keys.append(_padded_columns(new_keys))

@@ -257,7 +257,15 @@ def _call(name: str, fields: Fields, *views: Tensor) -> None:
     x, y, *_ = views
     Z, G, L, d = x.shape
     S = y.shape[1]
-    call = Call(threads=torch.get_num_threads(), block=1, Z=Z, G=G, L=L, S=S, d=d)
+    call = Call(
+        threads=torch.get_num_threads(),
+        block=1,
+        Z=Z,
+        G=G,
+        L=L,
+        S=S,
+        d=d,
+    )
     alive = []  # contiguous copies must outlive the call
     for field, view in zip(VIEWS.split(), views):
         rows = view if view.stride(-1) == 1 else view.contiguous()
