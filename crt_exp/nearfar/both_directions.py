@@ -33,7 +33,6 @@ from crt_exp.nearfar.choice import (
     split_blocks,
     split_queries,
     summarize_clusters,
-    unmasked_keys,
 )
 
 LAG = 2  # distance in blocks from which keys are far
@@ -90,7 +89,6 @@ class Bidirectional:
         x: Tensor,
         y: Tensor,
         v: Tensor,
-        keep: Tensor | None,
         sets: KeySets,
     ) -> Tensor:
         """Return the outputs (Z, G, L, dv)."""
@@ -111,7 +109,7 @@ class Bidirectional:
         logits = [shared_logits(queries, y, clusters.mu, bias, sets)]
         widths = [sets.heavy.shape[1], V.shape[2]]
         if not self.cross:
-            logits.append(near_logits(queries, y, sets, keep, block))
+            logits.append(near_logits(queries, y, sets, block))
             widths.append(logits[1].shape[-1])
         weights = torch.cat(logits, -1).softmax(-1).split(widths, -1)
         means = torch.where(N > MIN_WEIGHT, V / N.clamp(min=MIN_WEIGHT), 0.0)
@@ -172,12 +170,10 @@ def near_logits(
     queries: Tensor,
     y: Tensor,
     sets: KeySets,
-    keep: Tensor | None,
     block: int,
 ) -> Tensor:
     """Return the logits (Z, N, G b, 3 b) of the keys of neighbouring blocks."""
-    near = unmasked_keys(y, keep).scatter(1, sets.heavy, False)
-    bias = torch.where(split_blocks(near, block), 0.0, MASKED).to(queries.dtype)
+    bias = torch.where(split_blocks(sets.pool, block), 0.0, MASKED).to(queries.dtype)
     keys = _windows(split_blocks(y, block))
     return queries @ keys.mT + _windows(bias.unsqueeze(-1), MASKED).mT
 

@@ -196,12 +196,13 @@ def list_epochs(
 
 
 class ChosenEpochs(NamedTuple):
-    """Metric and epochs of the queries.
+    """Mask of the keys, metric and epochs of the queries.
 
     Without a metric all queries see all earlier keys. The C engine needs only the metric.
     """
 
-    metric: KeyMetric | None
+    keep: Tensor | None
+    metric: KeyMetric | None = None
     epochs: Sequence[Epoch] = ()
 
 
@@ -225,19 +226,18 @@ class Causal:
         norms = torch.linalg.vector_norm(x, dim=(1, 2, 3))
         check_result(norms + torch.linalg.vector_norm(y, dim=(1, 2)))
         if self.sizes.first_renewal >= y.shape[1]:
-            return ChosenEpochs(None)
+            return ChosenEpochs(keep)
         metric = fit_metric(y, keep, self.sizes, self.factor)
         if self.native:
-            return ChosenEpochs(metric)
+            return ChosenEpochs(keep, metric)
         first = y.shape[1] - x.shape[2]
-        return ChosenEpochs(metric, list_epochs(y, keep, self.sizes, first, metric))
+        return ChosenEpochs(keep, metric, list_epochs(y, keep, self.sizes, first, metric))
 
     def attend(
         self,
         x: Tensor,
         y: Tensor,
         v: Tensor,
-        keep: Tensor | None,
         chosen: ChosenEpochs,
     ) -> Tensor:
         """Return the outputs (Z, G, L, dv) of the last queries."""
@@ -245,12 +245,12 @@ class Causal:
         def attend_far(x: Tensor) -> Tensor:
             assert chosen.metric is not None
             if not self.native:
-                return attend_epochs(chosen.epochs, x, y, v, keep, self.sizes)[0]
+                return attend_epochs(chosen.epochs, x, y, v, chosen.keep, self.sizes)[0]
             past = native.PastMemory(chosen.metric, y.shape[1])
-            fields = native.causal_fields(x, y, v, keep, self.sizes, past, self.factor)
+            fields = native.causal_fields(x, y, v, chosen.keep, self.sizes, past, self.factor)
             return native.causal(x, y, v, fields)
 
-        return attend_past(attend_far, x, y, v, keep, self.sizes, self.factor)
+        return attend_past(attend_far, x, y, v, chosen.keep, self.sizes, self.factor)
 
 
 def attend_past(

@@ -290,7 +290,7 @@ def _by_heads(method: Any, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | N
             x_part, y_part, v_part = (t[rows].to(dtype) for t in tensors)
             keep_part = None if keep is None else keep[rows]
             sets = method.choose(x_part, y_part, keep_part, rows)
-            inputs = (x_part, y_part, v_part, keep_part, sets)
+            inputs = (x_part, y_part, v_part, sets)
             if recompute:
                 out = checkpoint(
                     method.attend, *inputs, use_reentrant=False, preserve_rng_state=False

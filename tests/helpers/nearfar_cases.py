@@ -129,7 +129,7 @@ def retrieved_in_both(x, y, v, sizes, keep=None):
     """The positions (Z, G, L, open) of keys that queries behind the first renewal retrieve, sorted: by the C engine,
     and by PyTorch."""
     S = y.shape[1]
-    metric, epochs = Causal(sizes).choose(x, y, keep)
+    _, metric, epochs = Causal(sizes).choose(x, y, keep)
     start = sizes.first_renewal
     in_c = retrieved_in_c(x[:, :, start:], y, v, keep, sizes, metric)
     expected = torch.full_like(in_c, -1)

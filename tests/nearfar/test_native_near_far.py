@@ -93,7 +93,7 @@ def test_equals_float64(name):
     assert not near_far.applies(*exact)
     assert near_far.applies(*inputs)
     sets = cast(call.choose(*exact[:2], keep), torch.float32)
-    out = call.attend(*exact, keep, cast(sets, torch.float64))
+    out = call.attend(*exact, cast(sets, torch.float64))
     if keep is not None:
         for t in inputs[1:]:
             t.masked_fill_(~keep.unsqueeze(-1), torch.nan)

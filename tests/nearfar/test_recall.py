@@ -444,7 +444,7 @@ def test_more_keys_are_read_of_a_longer_past():
     assert (ours >= 0).all()
     call = recall.Causal(sizes, native=True)
     state = RecallState(sizes)
-    whole = call.attend(x, y, v, None, call.choose(x, y, None))
+    whole = call.attend(x, y, v, call.choose(x, y, None))
     parts = []
     for at in one_by_one(2940, 2960):
         parts.append(state.step(x[:, :, at], y[:, None, at], v[:, None, at]))
