@@ -53,9 +53,13 @@ class Baseline(AttentionLayer):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         self.check_call(q, k)
-        root = self.scaling**0.5
-        keys = self.keys(q, k)
-        return self.attend(q * root, keys * root, v, causal=self.causal, key_mask=key_mask)
+        x = self.scaled(q)
+        y = self.scaled(self.keys(q, k))
+        return self.attend(x, y, v, causal=self.causal, key_mask=key_mask)
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """Return queries or keys x such that x.y is the logit."""
+        return q * self.scaling**0.5
 
     def attend(
         self,
@@ -135,11 +139,11 @@ class KeysPast:
 
         q (B,H,T,d), k (B,Hkv,T,d) and v (B,Hkv,T,dv) are unscaled.
         """
-        self.layer.check_call(q, k)
-        root = self.layer.scaling**0.5
-        keys = self.keys.append(self.layer.keys(q, k) * root)
+        layer = self.layer
+        layer.check_call(q, k)
+        keys = self.keys.append(layer.scaled(layer.keys(q, k)))
         values = self.values.append(v)
-        return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
+        return layer.attend(layer.scaled(q), keys, values, causal=True, key_mask=None)
 
 
 def exact_attention(
@@ -452,10 +456,6 @@ class Window(Baseline):
         super().__init__(heads, d, **sizes)
         self.block = block
         self.first = first
-
-    def scaled(self, q: Tensor) -> Tensor:
-        """Return queries or keys as a decoding state takes them."""
-        return q * self.scaling**0.5
 
     def decoding(self) -> WindowState:
         """Return a new state for token-by-token attention."""
