@@ -204,6 +204,8 @@ class RecallState(TokenState):
         return other
 
     def select(self, rows: Tensor) -> None:
+        if not self.length:
+            return
         chosen = batch_indices(rows, self.batch).tolist()
         groups = []
         for group in self.groups:
