@@ -16,8 +16,9 @@ from crt_exp.swap.attend import Call, attend, check_mask, known_true
 from crt_exp.swap.families import passed_arguments
 
 INTERFACE = "crt_exp"  # name of the attention function in transformers
-# transformers' own implementations whose masks swapped layers can read
-PLAIN = ("eager", "sdpa")
+# variants that keep transformers' own masks, for configurations whose masks attention that is not swapped reads too
+AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}
+OURS = (INTERFACE, *AS_BEFORE.values())
 EVERY_KEY = "crt_exp_every_key"  # attribute of masks that keep every key
 EXTRAS = (
     "position_bias",
@@ -32,8 +33,8 @@ EXTRAS = (
 
 
 def plain_implementation(implementation: str, parts: list[Any]) -> str:
-    """An equal implementation of `parts` whose masks swapped layers can read: one of PLAIN."""
-    if implementation in PLAIN:
+    """An equal implementation of `parts` whose masks swapped layers can read: eager or sdpa."""
+    if implementation in AS_BEFORE:
         return implementation
     for part in parts:
         kind: Any = type(part)
@@ -44,15 +45,10 @@ def plain_implementation(implementation: str, parts: list[Any]) -> str:
 
 def refuse_replaced(module: Any, *_: Any) -> None:
     """Forward pre-hook: raise ValueError if the attention was replaced after the swap."""
-    allowed: tuple[str, ...] = (INTERFACE,)
-    config = module.config
-    if "shared_config" in module.__dict__:
-        allowed = PLAIN
-        config = module.__dict__["shared_config"]
-    if config._attn_implementation not in allowed:
+    if module.config._attn_implementation not in OURS:
         raise ValueError(
             f"{module.swapped.path}: config._attn_implementation is now "
-            f"{config._attn_implementation!r}; call unswap_attention or swap_attention again"
+            f"{module.config._attn_implementation!r}; call unswap_attention or swap_attention again"
         )
 
 
@@ -207,3 +203,6 @@ def _wants_matrix(extras: dict) -> bool:
 
 AttentionInterface.register(INTERFACE, interface_attention)
 AttentionMaskInterface.register(INTERFACE, interface_mask)
+for own, variant in AS_BEFORE.items():
+    AttentionInterface.register(variant, interface_attention)
+    AttentionMaskInterface.register(variant, AttentionMaskInterface()[own])

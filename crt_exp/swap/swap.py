@@ -268,22 +268,14 @@ def _use_interface(model: nn.Module, swapped: list[Any]) -> None:
     originals = model.__dict__["unswapped_configs"]
     names = {id(config): name for config, name in originals}
     for config in {id(module.config): module.config for module in swapped}.values():
-        name = names.get(id(config), config._attn_implementation)
-        if name == interface.INTERFACE:
-            name = "eager"
+        name = config._attn_implementation
+        if name in interface.OURS:
+            name = names.get(id(config), "eager")
         if id(config) not in names:
             originals.append((config, name))
-        modules = [module for module in swapped if module.config is config]
-        config._attn_implementation_internal = interface.INTERFACE
-        if others := _unswapped(model, config):
-            # its masks are for these too: the swapped modules get a copy
-            own = copy.copy(config)
-            config._attn_implementation_internal = interface.plain_implementation(name, others)
-            for module in modules:
-                module.__dict__["shared_config"] = config
-                module.config = own
-        if name == "eager":
-            for module in modules:
+        config._attn_implementation_internal = _implementation(model, config, name)
+        for module in swapped:
+            if module.config is config and name == "eager":
                 module.__dict__["unmasked_causal"] = False
     for module in swapped:
         if "refuse_replaced" not in module.__dict__:
@@ -295,17 +287,32 @@ def _use_interface(model: nn.Module, swapped: list[Any]) -> None:
         cache.install(model)
 
 
-def _unswapped(model: nn.Module, config: Any) -> list[nn.Module]:
-    """Attention modules with this configuration that keep their own attention."""
+def _implementation(model: nn.Module, config: Any, name: str) -> str:
+    """The attention function of ours for a configuration whose own implementation is `name`.
+
+    Modules with this configuration that keep their own attention get a copy of it with their own implementation.
+    """
+    from crt_exp.swap import interface
+
     others = []
     for _, part in [*families.attention_modules(model), *families.unknown_modules(model)]:
         if "swapped" not in part._modules and getattr(part, "config", config) is config:
             others.append(part)
-    return others
+    if not others:
+        return interface.INTERFACE
+    plain = interface.plain_implementation(name, others)
+    own = copy.copy(config)
+    own._attn_implementation_internal = plain
+    for part in others:
+        for inner in part.modules():
+            if vars(inner).get("config") is config:
+                inner.__dict__["shared_config"] = config
+                inner.config = own
+    return interface.AS_BEFORE[plain]
 
 
 def _return_configurations(model: nn.Module) -> None:
-    """Return the shared configuration to swapped modules that have a copy."""
+    """Undo what `_implementation` did to unswapped modules."""
     for part in model.modules():
         if "shared_config" in part.__dict__:
             part.config = part.__dict__.pop("shared_config")

@@ -19,7 +19,7 @@ from crt_exp.mechanism import Mechanism  # noqa: E402
 from crt_exp.nearfar.decoding import RecallState  # noqa: E402
 from crt_exp.registry import import_object  # noqa: E402
 from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
-from crt_exp.swap.interface import PLAIN  # noqa: E402
+from crt_exp.swap.interface import AS_BEFORE  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -189,15 +189,6 @@ def test_a_static_cache_equals_the_whole_sequence(name, padded):
     )
 
 
-def use_masks_of(model, implementation):
-    """As a model that holds attention of other kinds."""
-    for part in model.modules():
-        if "swapped" in part._modules and "shared_config" not in part.__dict__:
-            part.__dict__["shared_config"] = model.config
-            part.config = copy.copy(model.config)
-    model.config._attn_implementation_internal = implementation
-
-
 @pytest.mark.parametrize(
     "name, padded",
     [
@@ -214,8 +205,8 @@ def test_a_static_cache_with_masks_of_pairs_equals_the_whole_sequence(name, padd
     ids = tokens(length=SHORT)
     mask = short_masks(padded)
     whole = called(model, ids, mask)
-    for implementation in PLAIN:
-        use_masks_of(model, implementation)
+    for implementation in AS_BEFORE.values():
+        model.config._attn_implementation_internal = implementation
         check_pieces(model, ids, mask, whole)
 
 
@@ -226,8 +217,8 @@ def test_a_mask_of_pairs_without_positions_is_refused(name):
     model = swapped(*DECODE[name], layers=1)
     ids = tokens(length=SHORT)
     mask = short_masks("ends")
-    for implementation in PLAIN:
-        use_masks_of(model, implementation)
+    for implementation in AS_BEFORE.values():
+        model.config._attn_implementation_internal = implementation
         cache = StaticCache(model.config, max_cache_len=ROOM)
         called(model, ids[:, :13], mask[:, :13], cache)
         with pytest.raises(ValueError, match="self_attn: right padding"):
