@@ -5,8 +5,6 @@ Each layer has the interface of `RandomFeatureAttention`.
 Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -55,9 +53,13 @@ class Baseline(AttentionLayer):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         self.check_call(q, k)
-        root = self.scaling**0.5
-        keys = self.keys(q, k)
-        return self.attend(q * root, keys * root, v, causal=self.causal, key_mask=key_mask)
+        x = self.scaled(q)
+        y = self.scaled(self.keys(q, k))
+        return self.attend(x, y, v, causal=self.causal, key_mask=key_mask)
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """Return queries or keys x such that x.y is the logit."""
+        return q * self.scaling**0.5
 
     def attend(
         self,
@@ -86,38 +88,33 @@ class Baseline(AttentionLayer):
 
 
 class Buffer:
-    """Rows (., ., used, .) of a tensor with spare capacity.
+    """Rows (., ., length, .) of a tensor with spare capacity.
 
     The first allocation fits the prompt. A full buffer grows to twice its length, so that appending a row costs
-    amortized O(1). A state that did not write the last rows gets a buffer of its own.
+    amortized O(1).
     """
 
-    def __init__(self, tensor: Tensor, used: int = 0):
-        self.tensor = tensor
-        self.used = used
+    def __init__(self, rows: Tensor | None = None):
+        self.tensor = torch.empty(0, 0, 0, 0) if rows is None else rows
+        self.length = self.tensor.shape[2]
 
-    def append(self, length: int, new: Tensor) -> "Buffer":
-        end = length + new.shape[2]
-        buffer = self
-        if self.used != length or end > self.tensor.shape[2]:
-            capacity = max(64, 2 * end if length else end)
-            larger = self.tensor.new_empty(*self.tensor.shape[:2], capacity, self.tensor.shape[3])
-            larger[:, :, :length] = self.tensor[:, :, :length]
-            buffer = Buffer(larger)
-        buffer.tensor[:, :, length:end] = new
-        buffer.used = end
-        return buffer
+    @property
+    def rows(self) -> Tensor:
+        return self.tensor[:, :, : self.length]
 
-
-def append_rows(
-    buffers: tuple[Buffer, ...],
-    length: int,
-    rows: Sequence[Tensor],
-) -> tuple[Buffer, ...]:
-    """Append rows to the buffers of the first `length` tokens, one tensor for each buffer."""
-    if not buffers:
-        buffers = tuple(Buffer(t[:, :, :0]) for t in rows)
-    return tuple(buffer.append(length, t) for buffer, t in zip(buffers, rows, strict=True))
+    def append(self, new: Tensor) -> Tensor:
+        """Append rows and return all rows."""
+        start = self.length
+        end = start + new.shape[2]
+        if end > self.tensor.shape[2]:
+            capacity = max(64, 2 * end if start else end)
+            larger = new.new_empty(*new.shape[:2], capacity, new.shape[3])
+            if start:
+                larger[:, :, :start] = self.rows
+            self.tensor = larger
+        self.tensor[:, :, start:end] = new
+        self.length = end
+        return self.rows
 
 
 class KeysPast:
@@ -128,8 +125,13 @@ class KeysPast:
 
     def __init__(self, layer: Baseline):
         self.layer = layer
-        self.length = 0
-        self.buffers: tuple[Buffer, ...] = ()
+        self.keys = Buffer()
+        self.values = Buffer()
+
+    @property
+    def length(self) -> int:
+        """Number of tokens so far."""
+        return self.keys.length
 
     @torch.no_grad()
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,13 +139,11 @@ class KeysPast:
 
         q (B,H,T,d), k (B,Hkv,T,d) and v (B,Hkv,T,dv) are unscaled.
         """
-        self.layer.check_call(q, k)
-        root = self.layer.scaling**0.5
-        new_keys = self.layer.keys(q, k) * root
-        self.buffers = append_rows(self.buffers, self.length, [new_keys, v])
-        self.length += q.shape[2]
-        keys, values = (buffer.tensor[:, :, : self.length] for buffer in self.buffers)
-        return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
+        layer = self.layer
+        layer.check_call(q, k)
+        keys = self.keys.append(layer.scaled(layer.keys(q, k)))
+        values = self.values.append(v)
+        return layer.attend(layer.scaled(q), keys, values, causal=True, key_mask=None)
 
 
 def exact_attention(
@@ -164,11 +164,16 @@ def exact_attention(
     (1, 2, 5, 4)
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
-    if key_mask is not None:
-        unmasked = key_mask[:, None, :, None]
-        y = torch.where(unmasked, y, 0.0)
-        v = torch.where(unmasked, v, 0.0)
+    y, v = without_padding(key_mask, y, v)
     return fused_attention(x, y, v, causal, key_mask, scale)
+
+
+def without_padding(key_mask: Tensor | None, *tensors: Tensor) -> list[Tensor]:
+    """Replace masked tokens of tensors (B, ., S, .), which may hold NaN, by zeros."""
+    if key_mask is None:
+        return list(tensors)
+    unmasked = key_mask[:, None, :, None]
+    return [torch.where(unmasked, t, 0.0) for t in tensors]
 
 
 def fused_attention(
@@ -305,23 +310,9 @@ def window_attention(
     shift = None
     if key_mask is not None:
         shift = LeftShift.plan(key_mask, block)
-        if shift is not None:
-            x, y, v = (shift.apply(t) for t in (x, y, v))
-            key_mask = shift.apply_to_mask(key_mask)
-    out = _attend_window(x, y, v, key_mask, block, first, causal)
-    return out if shift is None else shift.undo(out)
-
-
-def _attend_window(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    block: int,
-    first: int,
-    causal: bool,
-) -> Tensor:
-    """Compute `window_attention` of rows whose first real token begins a block."""
+    if shift is not None and key_mask is not None:
+        x, y, v = (shift.apply(t) for t in (x, y, v))
+        key_mask = shift.apply_to_mask(key_mask)
     H, L = x.shape[1:3]
     S = y.shape[2]
     y = repeat_heads(y, H)
@@ -330,8 +321,7 @@ def _attend_window(
     keep = torch.ones(1, S, dtype=torch.bool, device=x.device)
     if key_mask is not None:
         keep = key_mask
-        y = torch.where(keep[:, None, :, None], y, 0.0)
-        v = torch.where(keep[:, None, :, None], v, 0.0)
+        y, v = without_padding(keep, y, v)
     start = (S - L) // block  # block of the first query
     count = (S - 1) // block - start + 1
     lead = (S - L) - start * block  # positions of the first block before the first query
@@ -356,7 +346,8 @@ def _attend_window(
         of_queries = torch.arange(start * block, (start + count) * block, device=x.device)
         allowed = allowed & (position.mT <= of_queries.view(count, block, 1))
     out = _masked_softmax(queries, keys, values, allowed)
-    return out.flatten(2, 3)[:, :, lead : lead + L]
+    out = out.flatten(2, 3)[:, :, lead : lead + L]
+    return out if shift is None else shift.undo(out)
 
 
 class Exact(Baseline):
@@ -465,10 +456,6 @@ class Window(Baseline):
         super().__init__(heads, d, **sizes)
         self.block = block
         self.first = first
-
-    def scaled(self, q: Tensor) -> Tensor:
-        """Return queries or keys as a decoding state takes them."""
-        return q * self.scaling**0.5
 
     def decoding(self) -> WindowState:
         """Return a new state for token-by-token attention."""

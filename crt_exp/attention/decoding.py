@@ -86,9 +86,8 @@ class DecodingState(TokenState):
         version: Hashable = None,
     ):
         self.version = version
-        self.sums: Partial | None = (
-            None  # over past keys for each feature; None before the first key
-        )
+        # over past keys for each feature; None before the first key
+        self.sums: Partial | None = None
         self._phi = phi
         self._noise = noise
         self._params = params
@@ -182,13 +181,12 @@ class DecodingState(TokenState):
             chunked = self._chunked(dtype, key_mask)
             y = y.to(dtype)
             v = v.to(dtype)
-            if key_mask is None:
-                keys, queries = _token_features(chunked.bound, y, x.to(dtype))
-            else:
-                keep = key_mask[:, None, :, None]
-                y = torch.where(keep, y, 0.0)  # padding may hold NaN
+            keep = None if key_mask is None else key_mask[:, None, :, None]
+            if keep is not None:  # padding may hold NaN
+                y = torch.where(keep, y, 0.0)
                 v = torch.where(keep, v, 0.0)
-                keys, queries = _token_features(chunked.bound, y, x.to(dtype))
+            keys, queries = _token_features(chunked.bound, y, x.to(dtype))
+            if keep is not None:
                 keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
             sums = _add_key(past, keys, with_ones(v), chunked.modulus)
             return self._outputs(read(queries, sums)).to(out_dtype), sums

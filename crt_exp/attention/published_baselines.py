@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.base import Redraws, in_backward
-from crt_exp.attention.baselines import Baseline
+from crt_exp.attention.baselines import Baseline, without_padding
 from crt_exp.attention.checks import check_inputs, from_first, repeat_heads
 from crt_exp.features.base import ONE, FeatureMap, Features, Projections
 from crt_exp.samplers import at_least_float32
@@ -148,11 +148,9 @@ class Linformer(Redrawn):
         length: Count = 512,
         rank: Count = 128,
         redraw_every: Whole = 0,
-        seed: int = 0,
-        layer: int = 0,
-        **sizes,
+        **options,
     ):
-        super().__init__(heads, d, redraw_every=redraw_every, seed=seed, layer=layer, **sizes)
+        super().__init__(heads, d, redraw_every=redraw_every, **options)
         if not 1 <= rank <= length:
             raise ValueError(f"rank={rank}: expected 1 <= rank <= length={length}")
         self.shape = (rank, length)
@@ -178,9 +176,7 @@ class Linformer(Redrawn):
         y = repeat_heads(y, x.shape[1])
         v = repeat_heads(v, x.shape[1])
         if key_mask is not None:
-            unmasked = key_mask[:, None, :, None]
-            y = from_first(torch.where(unmasked, y, 0.0), key_mask, S)
-            v = from_first(torch.where(unmasked, v, 0.0), key_mask, S)
+            y, v = (from_first(t, key_mask, S) for t in without_padding(key_mask, y, v))
         key_projection, value_projection = self.projections()
         keys = key_projection[:, :S].to(y.dtype) @ y
         values = value_projection[:, :S].to(v.dtype) @ v
@@ -230,11 +226,9 @@ class Reformer(Redrawn):
         buckets: Count = 32,
         chunk: Count = 64,
         redraw_every: Whole = 1,
-        seed: int = 0,
-        layer: int = 0,
-        **sizes,
+        **options,
     ):
-        super().__init__(heads, d, redraw_every=redraw_every, seed=seed, layer=layer, **sizes)
+        super().__init__(heads, d, redraw_every=redraw_every, **options)
         if buckets > 1 and buckets % 2:
             raise ValueError(f"buckets={buckets}: expected 1 or an even integer")
         self.chunk = chunk
@@ -294,12 +288,7 @@ def lsh_attention(
     q (B,H,S,d), v (B,H,S,dv), buckets (B,H,R,S). Returns (B,H,S,dv), 0 at padding.
     A pair that meets in N rounds counts once: its logit is reduced by log N in each round.
     """
-    q = at_least_float32(q)
-    values = at_least_float32(v)
-    if key_mask is not None:  # padding may hold NaN
-        unmasked = key_mask[:, None, :, None]
-        q = torch.where(unmasked, q, 0.0)
-        values = torch.where(unmasked, values, 0.0)
+    q, values = without_padding(key_mask, at_least_float32(q), at_least_float32(v))
     S = q.shape[2]
     chunk = min(chunk, S)
     offsets = range(1) if chunk == S else range(-1, 1 if causal else 2)
@@ -314,8 +303,7 @@ def lsh_attention(
     logits = queries @ keys.mT  # (B, H, R, n, c, w)
     met, own = _count_meetings(band, order, chunk, offsets, causal, key_mask)
     logits = torch.where(own, SELF, logits)
-    if order.shape[2] > 1:
-        logits = logits - met.clamp(min=1).to(logits.dtype).log()
+    logits = logits - met.clamp(min=1).to(logits.dtype).log()
     logits = logits.masked_fill(met == 0, -torch.inf)
     sums = logits.logsumexp(-1, keepdim=True)  # (B, H, R, n, c, 1)
     weights = torch.exp(logits - torch.where(sums.isinf(), 0.0, sums))
@@ -327,13 +315,8 @@ def lsh_attention(
 
 
 def _sort_tokens(t: Tensor, order: Tensor, chunk: int) -> Tensor:
-    """Sort vectors (B, H, S, k) into chunks (B, H, R, n, c, k).
-
-    The last chunk is padded with zeros.
-    """
-    index = order.unsqueeze(-1).expand(*order.shape, t.shape[-1])
-    rows = t.unsqueeze(2).expand(-1, -1, order.shape[2], -1, -1).gather(3, index)
-    return F.pad(rows, (0, 0, 0, -rows.shape[3] % chunk)).unflatten(3, (-1, chunk))
+    """Sort vectors (B, H, S, k) into chunks (B, H, R, n, c, k), padded with zeros."""
+    return _split_chunks(t.unsqueeze(2).take_along_dim(order.unsqueeze(-1), 3), chunk)
 
 
 def _with_neighbours(t: Tensor, offsets: range, value: float = 0) -> Tensor:
@@ -348,8 +331,7 @@ def _with_neighbours(t: Tensor, offsets: range, value: float = 0) -> Tensor:
 
 def _restore_tokens(t: Tensor, positions: Tensor) -> Tensor:
     """Return chunks (B, H, R, n, c, k) to the order of tokens: (B, H, R, S, k)."""
-    index = positions.unsqueeze(-1).expand(*positions.shape, t.shape[-1])
-    return t.flatten(3, 4).gather(3, index)
+    return t.flatten(3, 4).take_along_dim(positions.unsqueeze(-1), 3)
 
 
 def _count_meetings(
@@ -367,16 +349,11 @@ def _count_meetings(
     gap = _gaps(band.gather(3, order), chunk, offsets)
     meets = _is_near(gap, chunk, causal)
     if key_mask is not None:
-        sorted_mask = key_mask[:, None, None].expand_as(order).gather(3, order)
-        meets = (
-            meets & _with_neighbours(_split_chunks(sorted_mask.int(), chunk, 0), offsets).mT.bool()
-        )
-    rounds = order.shape[2]
-    if rounds == 1:
-        return meets.to(torch.uint8), gap == 0
+        sorted_mask = _sort_tokens(key_mask[:, None, :, None], order, chunk)
+        meets = meets & _with_neighbours(sorted_mask, offsets, False).mT
     count = torch.zeros_like(meets, dtype=torch.uint8)
-    for turn in range(rounds):
-        band_of_turn = band[:, :, turn, None].expand_as(order).gather(3, order)
+    for turn in range(order.shape[2]):
+        band_of_turn = band[:, :, turn, None].take_along_dim(order, 3)
         count.add_(_is_near(_gaps(band_of_turn, chunk, offsets), chunk, causal))
     return count.mul_(meets), gap == 0
 
@@ -393,10 +370,11 @@ def _gaps(band: Tensor, chunk: int, offsets: range) -> Tensor:
     The queries are (.., n, c, 1), the keys (.., n, 1, w). The difference to a missing key far exceeds `chunk`.
     """
     missing = 2**30
+    band = band.unsqueeze(-1)
     keys = _with_neighbours(_split_chunks(band, chunk, -missing), offsets, value=-missing)
     return _split_chunks(band, chunk, missing) - keys.mT
 
 
-def _split_chunks(t: Tensor, chunk: int, value: int) -> Tensor:
-    padded = F.pad(t, (0, -t.shape[3] % chunk), value=value)
-    return padded.unflatten(3, (-1, chunk)).unsqueeze(-1)
+def _split_chunks(t: Tensor, chunk: int, value: int = 0) -> Tensor:
+    """Split (.., S, k) into chunks (.., n, c, k); `value` fills the last one."""
+    return F.pad(t, (0, 0, 0, -t.shape[3] % chunk), value=value).unflatten(3, (-1, chunk))

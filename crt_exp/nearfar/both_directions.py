@@ -33,7 +33,6 @@ from crt_exp.nearfar.choice import (
     split_blocks,
     split_queries,
     summarize_clusters,
-    unmasked_keys,
 )
 
 LAG = 2  # distance in blocks from which keys are far
@@ -77,13 +76,10 @@ class Bidirectional:
         It uses the moments of earlier queries, because queries of the call may lie in the future of each other. Without
         them queries are assumed to be as large as keys.
         """
-        if self.factor != 1:
-            y = y * self.factor
-        metric = KeyMetric.fit(None, y, None, keep)
+        metric = KeyMetric.fit(None, y * self.factor, None, keep)
         if self.metric is None:
             return metric
-        return KeyMetric(
-            shift=metric.shift,
+        return metric._replace(
             tilt=self.metric.tilt[rows].to(y.dtype),
             root=self.metric.root[rows].to(y.dtype),
         )
@@ -93,7 +89,6 @@ class Bidirectional:
         x: Tensor,
         y: Tensor,
         v: Tensor,
-        keep: Tensor | None,
         sets: KeySets,
     ) -> Tensor:
         """Return the outputs (Z, G, L, dv)."""
@@ -105,16 +100,16 @@ class Bidirectional:
         level = cluster_levels(y.detach(), sets)
         u = key_weights(y, sets, level)
         members = one_hot(sets.cluster, sets.centres.shape[1], x.dtype)
-        moments = key_moments(y, u, metric, sets.cluster, sets.centres)
+        moments = key_moments(y, u, sets)
         sums = (members.mT @ moments).unsqueeze(1)
-        clusters = summarize_clusters(sums, metric, sets.centres)
+        clusters = summarize_clusters(sums, sets)
         V, N = self._far_clusters(members, v, u, block)
         queries = split_queries(x, block)  # (Z, N, G b, d)
         bias = cluster_biases(clusters, metric, level, N)
         logits = [shared_logits(queries, y, clusters.mu, bias, sets)]
         widths = [sets.heavy.shape[1], V.shape[2]]
         if not self.cross:
-            logits.append(near_logits(queries, y, sets, keep, block))
+            logits.append(near_logits(queries, y, sets, block))
             widths.append(logits[1].shape[-1])
         weights = torch.cat(logits, -1).softmax(-1).split(widths, -1)
         means = torch.where(N > MIN_WEIGHT, V / N.clamp(min=MIN_WEIGHT), 0.0)
@@ -175,12 +170,10 @@ def near_logits(
     queries: Tensor,
     y: Tensor,
     sets: KeySets,
-    keep: Tensor | None,
     block: int,
 ) -> Tensor:
     """Return the logits (Z, N, G b, 3 b) of the keys of neighbouring blocks."""
-    near = unmasked_keys(y, keep).scatter(1, sets.heavy, False)
-    bias = torch.where(split_blocks(near, block), 0.0, MASKED).to(queries.dtype)
+    bias = torch.where(split_blocks(sets.pool, block), 0.0, MASKED).to(queries.dtype)
     keys = _windows(split_blocks(y, block))
     return queries @ keys.mT + _windows(bias.unsqueeze(-1), MASKED).mT
 

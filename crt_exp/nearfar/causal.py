@@ -17,7 +17,7 @@ Notation: Z = batch x key heads, G query heads of a group, L queries, S keys y, 
 hitters, K clusters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,17 +34,17 @@ from crt_exp.nearfar.choice import (
     MIN_RENEWAL,
     RENEWAL_DIVISOR,
     SAMPLE_FACTOR,
-    Clusters,
     KeyMetric,
     KeySets,
     Sizes,
     choose_sets,
-    exact_outputs,
+    exact_attention,
     join_queries,
     key_moments,
     masked_mean,
     nearest_centre,
     one_hot,
+    round_up,
     rows_at,
     split_blocks,
     split_queries,
@@ -57,14 +57,6 @@ from crt_exp.nearfar.retrieval import cluster_remainder, retrieved_positions
 CHUNK_NUMBERS = 2**24  # elements of the keys that the queries of a chunk retrieve
 
 
-def first_renewal(sizes: Sizes) -> int:
-    """Return the position of the first renewal, a multiple of the block.
-
-    Attention is exact before it.
-    """
-    return max(_round_up(sizes.exact_until, sizes.block), 2 * sizes.block)
-
-
 def renewals(sizes: Sizes, length: int) -> list[int]:
     """Return the positions of renewals, up to the first one that is at least `length`.
 
@@ -73,28 +65,11 @@ def renewals(sizes: Sizes, length: int) -> list[int]:
     >>> renewals(Sizes(block=32, exact_until=512), 1000)
     [512, 768, 1152]
     """
-    positions = [first_renewal(sizes)]
+    positions = [sizes.first_renewal]
     while positions[-1] < length:
         interval = max(MIN_RENEWAL, positions[-1] // RENEWAL_DIVISOR)
-        positions.append(positions[-1] + _round_up(interval, sizes.block))
+        positions.append(positions[-1] + round_up(interval, sizes.block))
     return positions
-
-
-def _round_up(tokens: int, block: int) -> int:
-    """Round up to whole blocks."""
-    return -(-tokens // block) * block
-
-
-def engine_sizes(sizes: Sizes, keys: int) -> dict[str, int]:
-    """Return the sizes for the C engine with at most `keys` keys (more than a block)."""
-    return {
-        "heavy": min(sizes.heavy, keys),
-        "clusters": min(sizes.cells, keys),
-        "open": min(sizes.retrieval_count(keys), keys),
-        "open_first": min(sizes.open, keys),
-        "block": sizes.block,
-        "first_renewal": first_renewal(sizes),
-    }
 
 
 # ---- metric and state of the past
@@ -108,7 +83,7 @@ def fit_metric(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0
     The norm of the second moments root root^T is set to 1. |x root|^2 tau is then the variance of the logits of a query
     x over a cluster that is shaped like the keys of a block.
     """
-    far = first_renewal(sizes) - sizes.block
+    far = sizes.first_renewal - sizes.block
     y = y[:, :far] * factor
     if keep is not None:
         keep = keep[:, :far]
@@ -148,10 +123,6 @@ class Epoch(NamedTuple):
     sums: Tensor  # (Z, K, dv + d + 2): of `cluster_rows` over the first `summed` keys; or 0
     summed: int = 0
 
-    @property
-    def metric(self) -> KeyMetric:
-        return self.sets.metric
-
     def advance(
         self,
         y: Tensor,
@@ -169,9 +140,10 @@ class Epoch(NamedTuple):
         start = (first - 1) * block
         stop = (last - 1) * block
         sets = self._assign_keys(y[:, :stop], keep[:, :stop])
-        unsummed = slice(self.summed, stop)
-        rows = cluster_rows(y, v, sets, unsummed)
-        members = one_hot(sets.cluster[:, unsummed], sets.centres.shape[1], rows.dtype)
+        new = slice(self.summed, stop)
+        unsummed = sets._replace(pool=sets.pool[:, new], cluster=sets.cluster[:, new])
+        rows = cluster_rows(y[:, new], v[:, new], unsummed)
+        members = one_hot(unsummed.cluster, sets.centres.shape[1], rows.dtype)
         before = start - self.summed  # rows that are far from block `first`
         sums = (self.sums + members[:, :before].mT @ rows[:, :before]).unsqueeze(1)
         if stop > start:
@@ -224,12 +196,13 @@ def list_epochs(
 
 
 class ChosenEpochs(NamedTuple):
-    """Metric and epochs of the queries.
+    """Mask of the keys, metric and epochs of the queries.
 
     Without a metric all queries see all earlier keys. The C engine needs only the metric.
     """
 
-    metric: KeyMetric | None
+    keep: Tensor | None
+    metric: KeyMetric | None = None
     epochs: Sequence[Epoch] = ()
 
 
@@ -252,31 +225,59 @@ class Causal:
         """Return the epochs for queries (Z, G, L, d), the last ones of keys (Z, S, d)."""
         norms = torch.linalg.vector_norm(x, dim=(1, 2, 3))
         check_result(norms + torch.linalg.vector_norm(y, dim=(1, 2)))
-        if first_renewal(self.sizes) >= y.shape[1]:
-            return ChosenEpochs(None)
+        if self.sizes.first_renewal >= y.shape[1]:
+            return ChosenEpochs(keep)
         metric = fit_metric(y, keep, self.sizes, self.factor)
         if self.native:
-            return ChosenEpochs(metric)
+            return ChosenEpochs(keep, metric)
         first = y.shape[1] - x.shape[2]
-        return ChosenEpochs(metric, list_epochs(y, keep, self.sizes, first, metric))
+        return ChosenEpochs(keep, metric, list_epochs(y, keep, self.sizes, first, metric))
 
     def attend(
         self,
         x: Tensor,
         y: Tensor,
         v: Tensor,
-        keep: Tensor | None,
         chosen: ChosenEpochs,
     ) -> Tensor:
         """Return the outputs (Z, G, L, dv) of the last queries."""
-        if chosen.metric is None:
-            return exact_outputs(x, y, v, keep, self.factor**2)
-        if not self.native:
-            out, _ = attend_epochs(chosen.epochs, x, y, v, keep, self.sizes)
-            return out
-        sizes = engine_sizes(self.sizes, y.shape[1])
-        inputs = native.CausalInputs(keep, chosen.metric, sizes, self.factor)
-        return attend_in_c(x, y, v, inputs)
+
+        def attend_far(x: Tensor) -> Tensor:
+            assert chosen.metric is not None
+            if not self.native:
+                return attend_epochs(chosen.epochs, x, y, v, chosen.keep, self.sizes)[0]
+            past = native.PastMemory(chosen.metric, y.shape[1])
+            fields = native.causal_fields(x, y, v, chosen.keep, self.sizes, past, self.factor)
+            return native.causal(x, y, v, fields)
+
+        return attend_past(attend_far, x, y, v, chosen.keep, self.sizes, self.factor)
+
+
+def attend_past(
+    attend_far: Callable[[Tensor], Tensor],
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    sizes: Sizes,
+    factor: float = 1.0,
+) -> Tensor:
+    """Return the outputs (Z, G, L, dv) of queries factor x, the last ones of keys factor y (Z, S, d).
+
+    Queries before the first renewal see all earlier keys. `attend_far` computes the others.
+    """
+    L = x.shape[2]
+    until = min(sizes.first_renewal, y.shape[1])
+    exact = max(0, until - y.shape[1] + L)  # number of queries before the first renewal
+    parts = []
+    if exact:
+        mask = None if keep is None else keep[:, :until]
+        keys = y[:, None, :until]
+        values = v[:, None, :until]
+        parts.append(exact_attention(x[:, :, :exact], keys, values, True, mask, factor**2))
+    if exact < L:
+        parts.append(attend_far(x[:, :, exact:]))
+    return join_parts(parts, 2)
 
 
 def join_parts(parts: list[Tensor], dim: int) -> Tensor:
@@ -284,31 +285,6 @@ def join_parts(parts: list[Tensor], dim: int) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts, dim)
-
-
-def attend_in_c(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    inputs: native.CausalInputs,
-    memory: native.PastMemory | None = None,
-) -> Tensor:
-    """Return the outputs (Z, G, L, dv) of the C engine.
-
-    Queries are the last ones of keys (Z, S, d). `memory` is that of decoding, which is updated.
-    """
-    L = x.shape[2]
-    S = y.shape[1]
-    until = inputs.sizes["first_renewal"]
-    exact = min(max(0, until - S + L), L)  # number of queries that see all earlier keys exactly
-    parts = []
-    if exact:
-        keys = y[:, : min(until, S)]
-        values = v[:, : min(until, S)]
-        parts.append(exact_outputs(x[:, :, :exact], keys, values, inputs.keep, inputs.factor**2))
-    if exact < L:
-        parts.append(native.causal(x[:, :, exact:], y, v, inputs, memory))
-    return join_parts(parts, 2)
 
 
 # ---- attention in PyTorch
@@ -322,17 +298,13 @@ def attend_epochs(
     keep: Tensor | None,
     sizes: Sizes,
 ) -> tuple[Tensor, Epoch]:
-    """Return the outputs in PyTorch, and the state after the last query.
+    """Return the outputs of queries of these epochs in PyTorch, and the state after the last query.
 
     There is at least one epoch.
     """
     S = y.shape[1]
-    until = min(first_renewal(sizes), S)
     first = S - x.shape[2]
-    state = epochs[-1]
     parts = []
-    if first < until:
-        parts.append(exact_outputs(x[:, :, : until - first], y[:, :until], v[:, :until], keep))
     for epoch in epochs:
         stop = min(S, epoch.stop)
         queries = x[:, :, max(first, epoch.start) - first : stop - first]
@@ -368,39 +340,32 @@ def attend_epoch(
     else:
         q = split_queries(x, L)
     in_block = torch.arange(start - lead, start - lead + q.shape[2] // G, device=x.device)
-    far, clusters = split_sums(sums, v.shape[-1], epoch)
-    queries = QueryBlocks(
-        q=q,
-        number=torch.arange(first, first + q.shape[1], device=x.device),
-        in_block=in_block.repeat(G),
-        far=far,
-        clusters=clusters,
-    )
-    out = attend_blocks(Past(y, v, keep, epoch.sets), queries, sizes, epoch.start)
+    number = torch.arange(first, first + q.shape[1], device=x.device)
+    far, mu, tau = split_sums(sums, v.shape[-1], epoch.sets)
+    queries = QueryBlocks(q, number.unsqueeze(0), far, mu, tau)
+    past = Past(y, v, keep, epoch.sets, in_block.repeat(G))
+    out = attend_blocks(past, queries, sizes, epoch.start)
     return join_queries(out, G, lead + L)[:, :, lead:], epoch
 
 
-def cluster_rows(y: Tensor, v: Tensor, sets: KeySets, keys: slice) -> Tensor:
-    """Return values and moments of a range of keys, (Z, m, dv + d + 2).
+def cluster_rows(y: Tensor, v: Tensor, sets: KeySets) -> Tensor:
+    """Return values and moments of keys, (Z, S, dv + d + 2).
 
     Rows are 0 for keys outside clusters.
     """
-    member = sets.pool[:, keys]
-    shifted = zero_masked(y[:, keys] - sets.metric.shift, member)
-    u = member.to(y.dtype)  # equal weights: the mean query is not known
-    moments = key_moments(shifted, u, sets.metric, sets.cluster[:, keys], sets.centres)
-    return torch.cat([v[:, keys] * u.unsqueeze(-1), moments], -1)
+    shifted = zero_masked(y - sets.metric.shift, sets.pool)
+    u = sets.pool.to(y.dtype)  # equal weights: the mean query is not known
+    return torch.cat([v * u.unsqueeze(-1), key_moments(shifted, u, sets)], -1)
 
 
-def split_sums(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Clusters]:
-    """Return [V, N] and the clusters.
+def split_sums(sums: Tensor, dv: int, sets: KeySets) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [V, N], and means and variances of the clusters.
 
     sums (Z, N, K, dv + d + 2) are those of `cluster_rows` over the keys.
     """
-    metric = epoch.metric
     far = torch.cat([sums[..., :dv], sums[..., -1:]], -1)
-    clusters = summarize_clusters(sums[..., dv:], metric, epoch.sets.centres)
-    return far, clusters._replace(mu=clusters.mu + metric.shift.unsqueeze(1))
+    mu, tau = summarize_clusters(sums[..., dv:], sets)
+    return far, mu + sets.metric.shift.unsqueeze(1), tau
 
 
 class Past(NamedTuple):
@@ -410,25 +375,17 @@ class Past(NamedTuple):
     v: Tensor  # (Z, S, dv)
     keep: Tensor  # (Z, S)
     sets: KeySets
+    in_block: Tensor  # (r,): positions of the queries within a block
 
 
 class QueryBlocks(NamedTuple):
     """Queries of consecutive blocks, with the clusters of the keys far from each block."""
 
     q: Tensor  # (Z, m, r, d)
-    number: Tensor  # (m,): numbers of the blocks
-    in_block: Tensor  # (r,): positions within a block
+    number: Tensor  # (1, m): numbers of the blocks
     far: Tensor  # (Z, m, K, dv + 1): [V, N]
-    clusters: Clusters  # (Z, m, K, .)
-
-    def select(self, blocks: slice) -> "QueryBlocks":
-        return QueryBlocks(
-            q=self.q[:, blocks],
-            number=self.number[blocks],
-            in_block=self.in_block,
-            far=self.far[:, blocks],
-            clusters=Clusters(*(t[:, blocks] for t in self.clusters)),
-        )
+    mu: Tensor  # (Z, m, K, d)
+    tau: Tensor  # (Z, m, K)
 
 
 def attend_blocks(past: Past, queries: QueryBlocks, sizes: Sizes, renewal: int) -> Tensor:
@@ -442,10 +399,10 @@ def attend_blocks(past: Past, queries: QueryBlocks, sizes: Sizes, renewal: int) 
     queries_of_block = queries.q[:, 0, :, 0].numel()
     size = max(1, CHUNK_NUMBERS // max(1, queries_of_block * retrieved * columns))
     recompute = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    recompute = recompute and not transformed(queries.q, queries.far, *queries.clusters)
+    recompute = recompute and not transformed(queries.q, queries.far, queries.mu, queries.tau)
     parts = []
-    for start in range(0, queries.q.shape[1], size):
-        chunk = queries.select(slice(start, start + size))
+    for tensors in zip(*(t.split(size, 1) for t in queries)):
+        chunk = QueryBlocks(*tensors)
         positions = retrieve_keys(past, chunk, sizes.block, count)
         inputs = (past, chunk, positions, sizes.block)
         if recompute:
@@ -461,16 +418,16 @@ def retrieve_keys(past: Past, queries: QueryBlocks, block: int, count: int) -> T
     far = (queries.number - 1) * block  # keys of each block
     pool = past.sets.pool
     position = torch.arange(pool.shape[1], device=pool.device)
-    members = pool[:, None, None] & (position < far[:, None, None])
+    members = pool[:, None, None] & (position < far[:, :, None, None])
     return retrieved_positions(past.y[:, : len(position)], members, queries.q, count)
 
 
 def near_logits(past: Past, queries: QueryBlocks, block: int) -> tuple[Tensor, Tensor]:
     """Return logits (Z, m, r, 2 b) and values (Z, m, 2 b, dv) of the near keys."""
-    number = queries.number.unsqueeze(1)
+    number = queries.number.mT
     window = torch.arange(2 * block, device=number.device)
     near = (number - 1) * block + window  # (m, 2 b)
-    position = number * block + queries.in_block  # (m, r)
+    position = number * block + past.in_block  # (m, r)
     is_past = near.unsqueeze(1) <= position.unsqueeze(-1)
     index = near.clamp(max=past.y.shape[1] - 1)
     visible = is_past & past.keep[:, index].unsqueeze(2)
@@ -493,7 +450,6 @@ def attend_queries(past: Past, queries: QueryBlocks, positions: Tensor, block: i
     It is a softmax over near keys, heavy hitters, retrieved keys and the rest of the clusters.
     """
     q = queries.q
-    clusters = queries.clusters
     single_keys = [near_logits(past, queries, block), heavy_logits(past, queries)]
     missing = positions < 0
     positions = positions.clamp(min=0)
@@ -502,9 +458,9 @@ def attend_queries(past: Past, queries: QueryBlocks, positions: Tensor, block: i
     cluster = past.sets.cluster.gather(1, positions.flatten(1)).view(positions.shape)
     with torch.no_grad():  # assumes that a cluster is shaped like all keys
         variance = (q @ past.sets.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True)
-        sd = (variance * clusters.tau.unsqueeze(-2)).sqrt()
+        sd = (variance * queries.tau.unsqueeze(-2)).sqrt()
     remaining, log_weight = cluster_remainder(
-        mu=q @ clusters.mu.mT,
+        mu=q @ queries.mu.mT,
         sd=sd,
         number=queries.far[..., -1].unsqueeze(-2),
         retrieved=retrieved.masked_fill(missing, torch.inf),

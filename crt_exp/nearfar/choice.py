@@ -56,6 +56,11 @@ class Sizes(NamedTuple):
     open: int = 0
     exact_until: int = 0
 
+    @property
+    def first_renewal(self) -> int:
+        """Position of the first renewal of causal attention, which is exact before it; a multiple of the block."""
+        return max(round_up(self.exact_until, self.block), 2 * self.block)
+
     def retrieval_count(self, position: int) -> int:
         """Return how many keys causal queries retrieve after a renewal at this position.
 
@@ -64,6 +69,11 @@ class Sizes(NamedTuple):
         """
         growth = max(position, GROWTH_START)
         return math.isqrt(self.open**2 * growth // GROWTH_START)
+
+
+def round_up(tokens: int, block: int) -> int:
+    """Round up to whole blocks."""
+    return -(-tokens // block) * block
 
 
 class KeyMetric(NamedTuple):
@@ -294,15 +304,9 @@ class Clusters(NamedTuple):
     tau: Tensor
 
 
-def key_moments(
-    y: Tensor,
-    u: Tensor,
-    metric: KeyMetric,
-    cluster: Tensor,
-    centres: Tensor,
-) -> Tensor:
-    """Return [u y, u |z - centre|^2, u] (Z, S, d + 2) of each key, to be summed."""
-    residuals = y @ metric.root - rows_at(centres, cluster)
+def key_moments(y: Tensor, u: Tensor, sets: KeySets) -> Tensor:
+    """Return [u y, u |z - centre|^2, u] (Z, S, d + 2) of each shifted key, to be summed."""
+    residuals = y @ sets.metric.root - rows_at(sets.centres, sets.cluster)
     squares = residuals.square().sum(-1, keepdim=True)
     u = u.unsqueeze(-1)
     return torch.cat([u * y, u * squares, u], -1)
@@ -313,12 +317,12 @@ def log_number(N: Tensor) -> Tensor:
     return torch.where(N > MIN_WEIGHT, N.clamp(min=MIN_WEIGHT).log(), MASKED)
 
 
-def summarize_clusters(sums: Tensor, metric: KeyMetric, centres: Tensor) -> Clusters:
+def summarize_clusters(sums: Tensor, sets: KeySets) -> Clusters:
     """Return the clusters of summed `key_moments` (Z, n, K, d + 2)."""
     N = sums[..., -1]
     means = sums[..., :-1] / N.clamp(min=MIN_WEIGHT).unsqueeze(-1)
     mu = means[..., :-1]
-    offsets = mu @ metric.root.unsqueeze(1) - centres.unsqueeze(1)
+    offsets = mu @ sets.metric.root.unsqueeze(1) - sets.centres.unsqueeze(1)
     tau = (means[..., -1] - offsets.square().sum(-1)).clamp(min=0)
     return Clusters(mu, torch.where(N > MIN_WEIGHT, tau, 0.0))
 
@@ -367,40 +371,30 @@ def zero_masked(t: Tensor, keep: Tensor | None) -> Tensor:
 
 def one_hot(cluster: Tensor, clusters: int, dtype: torch.dtype) -> Tensor:
     """Return (..., clusters) with 1 at the cluster of each row."""
-    zeros = torch.zeros(*cluster.shape, clusters, dtype=dtype, device=cluster.device)
-    return zeros.scatter(-1, cluster.unsqueeze(-1), 1.0)
+    return (cluster.unsqueeze(-1) == torch.arange(clusters, device=cluster.device)).to(dtype)
 
 
 def rows_at(t: Tensor, index: Tensor) -> Tensor:
     """Return the rows (Z, ..., k) of t (Z, S, k) at index (Z, ...)."""
-    positions = index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1])
-    return t.gather(1, positions).view(*index.shape, t.shape[-1])
+    rows = t.take_along_dim(index.flatten(1).unsqueeze(-1), 1)
+    return rows.view(*index.shape, t.shape[-1])
 
 
 # ---- all keys
 
 
-def exact_outputs(
+def exact_attention(
     x: Tensor,
     y: Tensor,
     v: Tensor,
-    keep: Tensor | None,
-    scale: float = 1.0,
-    causal: bool = True,
+    causal: bool,
+    key_mask: Tensor | None,
+    scale: float,
 ) -> Tensor:
-    """Compute exact attention of queries (Z, G, l, d) to all keys (Z, S, d).
+    """Compute softmax attention with logits scale x.y by the fused kernel where it serves.
 
-    The logits are scale x.y; masked keys and values must be finite. Causal queries are the last of the sequence and
-    see no later key.
+    Masked keys and values must be finite.
     """
-    mask = None if keep is None else keep[:, : y.shape[1]]
-    return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal, mask, scale)
-
-
-def exact_attention(
-    x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float
-) -> Tensor:
-    """Compute softmax attention with logits scale x.y by the fused kernel where it serves."""
     if transformed(x, y, v):  # the fused kernel supports only reverse mode
         return softmax_attention(scale * x, y, v, causal=causal, key_mask=key_mask)
     return fused_attention(x, y, v, causal, key_mask, scale)

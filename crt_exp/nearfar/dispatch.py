@@ -20,11 +20,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention.baselines import VECTOR
+from crt_exp.attention.baselines import VECTOR, without_padding
 from crt_exp.attention.checks import (
     LeftShift,
     check_entries,
@@ -37,7 +36,7 @@ from crt_exp.attention.checks import (
 )
 from crt_exp.nearfar import native
 from crt_exp.nearfar.both_directions import Bidirectional
-from crt_exp.nearfar.causal import Causal, first_renewal, join_parts
+from crt_exp.nearfar.causal import Causal, join_parts
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exact_attention
 from crt_exp.samplers.noise import no_autocast, transforming
 
@@ -107,11 +106,8 @@ def near_far_attention(
         x = x * factor
         y = y * factor
         factor = 1.0
-    if key_mask is not None:
-        unmasked = key_mask[:, None, :, None]
-        y = torch.where(unmasked, y, 0.0)
-        v = torch.where(unmasked, v, 0.0)
-    until = first_renewal(sizes) if causal else sizes.exact_until
+    y, v = without_padding(key_mask, y, v)
+    until = sizes.first_renewal if causal else sizes.exact_until
     exact = partial(_exact_outputs, causal=causal, factor=factor)
     if y.shape[2] <= until:
         return exact(x, y, v, key_mask)
@@ -123,11 +119,13 @@ def near_far_attention(
             msg="attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True"
         )
         return _outside_graph(x, y, v, sizes, causal=True, key_mask=key_mask, factor=factor)
+    method: Any = Bidirectional(sizes, cross, metric, factor, in_c)
     if causal:
-        return _attend_past(Causal(sizes, factor, in_c), x, y, v, key_mask)
-    method = Bidirectional(sizes, cross, metric, factor, in_c)
-    near_far = partial(_attend_both_directions, method)
-    if key_mask is None or not until:
+        method = Causal(sizes, factor, in_c)
+    if key_mask is None:
+        return _by_heads(method, x, y, v, None)
+    near_far = partial(_attend_past if causal else _attend_both_directions, method)
+    if causal or not until:
         return near_far(x, y, v, key_mask)
     return apply_by_row(key_mask.sum(1) <= until, exact, near_far, x, y, v, key_mask)
 
@@ -162,7 +160,7 @@ def apply_by_row(
 ) -> Tensor:
     """Apply `first` to rows where `which` (B,) is True, and `second` to the others.
 
-    No row's outputs depend on other rows.
+    Inputs are queries, keys, values and mask. No row's outputs depend on other rows.
     """
     if torch.compiler.is_compiling() or transforming():
         return torch.where(which[:, None, None, None], first(*inputs), second(*inputs))
@@ -172,16 +170,11 @@ def apply_by_row(
     if number == len(which):
         return first(*inputs)
     order = which.long().argsort(descending=True, stable=True)
-    first_rows = order[:number]
-    second_rows = order[number:]
-    first_out = first(*(t[first_rows] for t in inputs))
-    second_out = second(*(t[second_rows] for t in inputs))
-    return _restore_order([first_rows, second_rows], [first_out, second_out])
-
-
-def _restore_order(rows: list[Tensor], outputs: list[Tensor]) -> Tensor:
-    """Put the outputs of groups of rows into the order of the batch."""
-    return torch.cat(outputs)[torch.cat(rows).argsort()]
+    x, _, v, _ = inputs
+    out = v.new_zeros(*x.shape[:3], v.shape[3])
+    for rows, attend in ((order[:number], first), (order[number:], second)):
+        out[rows] = attend(*(t[rows] for t in inputs))
+    return out
 
 
 def _attend_both_directions(
@@ -189,11 +182,9 @@ def _attend_both_directions(
     x: Tensor,
     y: Tensor,
     v: Tensor,
-    key_mask: Tensor | None,
+    key_mask: Tensor,
 ) -> Tensor:
     """Apply the method with blocks counted from each row's first real token."""
-    if key_mask is None:
-        return _by_heads(method, x, y, v, None)
     shift = None
     if not method.cross:
         shift = LeftShift.plan(key_mask, method.sizes.block)
@@ -211,14 +202,12 @@ def _attend_past(
     x: Tensor,
     y: Tensor,
     v: Tensor,
-    key_mask: Tensor | None,
+    key_mask: Tensor,
 ) -> Tensor:
     """Apply the method to groups of rows with equal first real tokens.
 
     Renewals are counted from there.
     """
-    if key_mask is None:
-        return _by_heads(method, x, y, v, None)
     if torch.compiler.is_compiling() or transforming():
         raise ValueError(
             "key_mask: not supported by causal near-far attention under torch.compile, torch.export or "
@@ -229,17 +218,12 @@ def _attend_past(
     if not any(firsts):
         out = _by_heads(method, x, y, v, key_mask)
     else:
-        groups = []
-        outputs = []
-        for first in sorted(set(firsts)):
-            members = [row for row, start in enumerate(firsts) if start == first]
-            rows = torch.tensor(members, device=x.device)
+        out = v.new_zeros(*x.shape[:3], v.shape[3])
+        for first in set(firsts):
+            rows = [row for row, start in enumerate(firsts) if start == first]
             lead = max(0, first - before)
             vectors = (x[rows, :, lead:], y[rows, :, first:], v[rows, :, first:])
-            out = _by_heads(method, *vectors, key_mask[rows, first:])
-            groups.append(rows)
-            outputs.append(F.pad(out, (0, 0, lead, 0)))
-        out = _restore_order(groups, outputs)
+            out[rows, :, lead:] = _by_heads(method, *vectors, key_mask[rows, first:])
     seen = key_mask.cumsum(-1)[:, None, before:, None] > 0
     return torch.where(seen, out, 0.0)  # outputs of queries without keys are arbitrary
 
@@ -306,7 +290,7 @@ def _by_heads(method: Any, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | N
             x_part, y_part, v_part = (t[rows].to(dtype) for t in tensors)
             keep_part = None if keep is None else keep[rows]
             sets = method.choose(x_part, y_part, keep_part, rows)
-            inputs = (x_part, y_part, v_part, keep_part, sets)
+            inputs = (x_part, y_part, v_part, sets)
             if recompute:
                 out = checkpoint(
                     method.attend, *inputs, use_reentrant=False, preserve_rng_state=False

@@ -136,10 +136,14 @@ class NearFar(LinearAttention):
                 return out
         self.check_call(q, k)
         changing = self.training and not in_backward()
-        if changing and not self.continues_step:
-            self._advance(q, k)
-        out = self.estimate(q, k, v, key_mask)
         clusters = self._moments_for(q, k)
+        if clusters is not None and changing and not self.continues_step:
+            if transforming():
+                raise ValueError(
+                    "training mode updates state, which torch.func cannot trace: call eval() first"
+                )
+            clusters.advance()
+        out = self.estimate(q, k, v, key_mask)
         if clusters is not None and (changing or self.calibrated is not None):
             clusters.note(self.scaled(q), self.scaled(k), None, key_mask)
         return out
@@ -210,23 +214,13 @@ class NearFar(LinearAttention):
     def decoding(self) -> RecallState:
         if not self.causal:
             raise ValueError("causal=False: decoding needs causal=True")
-        return RecallState(self.sizes, self.kv_heads)
+        return RecallState(self.sizes)
 
     def _moments_for(self, q: Tensor, k: Tensor) -> FittedOnce | None:
         """Return the moments of earlier queries, if the call uses them."""
         if self.causal or not (self.cross or q.shape[2] != k.shape[2]):
             return None
         return self.clusters
-
-    def _advance(self, q: Tensor, k: Tensor) -> None:
-        clusters = self._moments_for(q, k)
-        if clusters is None:
-            return
-        if transforming():
-            raise ValueError(
-                "training mode updates state, which torch.func cannot trace: call eval() first"
-            )
-        clusters.advance()
 
     def extra_repr(self) -> str:
         opens = f"open={self.sizes.open}, " if self.causal else ""

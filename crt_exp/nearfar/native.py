@@ -8,7 +8,7 @@ clusters.
 """
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ POINTERS = (
     "keep shift tilt root centres positions cluster there pool u square level sums spread slope logsum gaps "
     "gap_offset decoding_state"
 )
+Fields = dict[
+    str, Any
+]  # values of the structure by name: tensors, numbers, or None for a null pointer
 
 
 class Call(ctypes.Structure):
@@ -49,25 +52,12 @@ class Call(ctypes.Structure):
     ]
 
 
-class CausalInputs(NamedTuple):
-    """Inputs of a causal call, in addition to the vectors.
-
-    keep: (Z, S) or None. metric: its tilt is 0. factor: factor of queries and keys.
-    sizes: block, heavy, clusters, open (of the last queries), open_first (of the first queries) and first_renewal.
-    """
-
-    keep: Tensor | None
-    metric: KeyMetric
-    sizes: dict[str, int]
-    factor: float = 1.0
-
-
 class PastMemory(NamedTuple):
-    """State of the past in decoding, for at most `capacity` tokens."""
+    """What a causal call knows of at most `capacity` tokens: the metric, and in decoding the state of the past."""
 
-    metric: KeyMetric
+    metric: KeyMetric  # its tilt is 0
     capacity: int
-    numbers: Tensor  # (Z, n), not shared between states
+    numbers: Tensor | None = None  # (Z, n), not shared between states
 
 
 def applies(*tensors: Tensor) -> bool:
@@ -99,22 +89,18 @@ def choose(
     """
     Z, S, d = y.shape
     heavy = min(sizes.heavy, S)
-    clusters = min(sizes.cells, S)
     cross = metric is not None
     if metric is None:
         metric = KeyMetric(y.new_empty(Z, 1, d), y.new_empty(Z, 1, d), y.new_empty(Z, d, d))
     sets = KeySets(
-        metric=KeyMetric(*(t.contiguous() for t in metric)),
+        metric=metric,
         heavy=y.new_empty(Z, heavy, dtype=torch.long),
         there=y.new_empty(Z, heavy, dtype=torch.bool),
         pool=y.new_empty(Z, S, dtype=torch.bool),
         cluster=y.new_empty(Z, S, dtype=torch.long),
-        centres=y.new_empty(Z, clusters, d),
+        centres=y.new_empty(Z, min(sizes.cells, S), d),
     )
-    views = {"x": x, "y": y.unsqueeze(1)}
-    pointers = _set_pointers(sets) | {"keep": keep}
-    numbers = {"heavy": heavy, "clusters": clusters, "factor": factor, "cross": cross}
-    _call("near_far_choose", views, pointers, numbers)
+    _call("near_far_choose", _set_fields(sets, factor, cross) | {"keep": keep}, x, y)
     return sets
 
 
@@ -131,62 +117,53 @@ def attend(
 
     x (Z, G, L, d), y (Z, S, d), v (Z, S, dv). With `cross` no key is near. Differentiable in x, y and v.
     """
-    Z, G, L, d = x.shape
-    S = y.shape[1]
+    Z, S, d = y.shape
     clusters = sets.centres.shape[1]
     slope_rows = v.shape[-1] if sizes.first_order else 0
-    intermediates = {
+    fields = _set_fields(sets, factor, cross) | {
+        "block": min(sizes.block, S),
+        "first_order": sizes.first_order,
         "u": y.new_empty(Z, S),
         "square": y.new_empty(Z, S),
         "level": y.new_empty(Z, clusters),
         "sums": y.new_empty(Z, clusters, d + 2),
         "spread": y.new_empty(Z, clusters),
         "slope": y.new_empty(Z, slope_rows, d),
-        "logsum": y.new_empty(Z, G, L),
+        "logsum": y.new_empty(x.shape[:3]),
     }
-    numbers = {
-        "block": min(sizes.block, S),
+    return _NearFarInC.apply("near_far", fields, x, y, v)
+
+
+def _set_fields(sets: KeySets, factor: float, cross: bool) -> Fields:
+    fields = sets.metric._asdict() | sets._asdict()
+    del fields["metric"]
+    return fields | {
+        "positions": sets.heavy,
         "heavy": sets.heavy.shape[1],
-        "clusters": clusters,
-        "first_order": sizes.first_order,
-        "cross": cross,
+        "clusters": sets.centres.shape[1],
         "factor": factor,
+        "cross": cross,
     }
-    pointers = _set_pointers(sets) | intermediates
-    return _NearFarInC.apply("near_far", pointers, numbers, x, y, v)
 
 
-def causal(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    inputs: CausalInputs,
-    memory: PastMemory | None = None,
-) -> Tensor:
-    """Return the outputs of causal queries, all after the first renewal.
+def causal(x: Tensor, y: Tensor, v: Tensor, fields: Fields) -> Tensor:
+    """Return the outputs of causal queries, all after the first renewal, with their `causal_fields`.
 
-    x (Z, G, L, d) are the last queries of keys y (Z, S, d), v (Z, S, dv). Differentiable in x, y and v without the
-    memory of decoding.
-    The memory is overwritten. Rows of keys and values must then be padded with zeros to multiples of 16.
+    Differentiable in x, y and v without the state of decoding.
+    The state is overwritten. Rows of keys and values must then be padded with zeros to multiples of 16.
     """
-    pointers, numbers = causal_arguments(x, y, v, inputs)
-    if memory is not None:
-        pointers["decoding_state"] = memory.numbers
-        numbers["capacity"] = memory.capacity
-        if x[..., 0].numel() <= FEW:  # threads would wait for each other and for busy cores
-            numbers["threads"] = 1
-    return _NearFarInC.apply("near_far_causal", pointers, numbers, x, y, v)
+    return _NearFarInC.apply("near_far_causal", fields, x, y, v)
 
 
 def empty_memory(
     y: Tensor,
     dv: int,
     metric: KeyMetric,
-    sizes: dict[str, int],
+    sizes: Sizes,
     capacity: int,
 ) -> PastMemory:
-    """Return the empty memory of decoding for keys y (Z, S, d)."""
-    call = Call(d=y.shape[-1], dv=dv, capacity=capacity, **sizes)
+    """Return the empty state of decoding for keys y (Z, S, d)."""
+    call = Call(d=y.shape[-1], dv=dv, capacity=capacity, **_size_fields(sizes, capacity))
     library = native.library()
     assert library is not None
     size = library.near_far_causal_size
@@ -196,45 +173,67 @@ def empty_memory(
     return PastMemory(metric, capacity, numbers)
 
 
-def causal_arguments(
+def _size_fields(sizes: Sizes, keys: int) -> Fields:
+    """Return the sizes of a causal call with at most `keys` keys (more than a block)."""
+    return {
+        "heavy": min(sizes.heavy, keys),
+        "clusters": min(sizes.cells, keys),
+        "open": min(sizes.retrieval_count(keys), keys),
+        "open_first": min(sizes.open, keys),
+        "block": sizes.block,
+        "first_renewal": sizes.first_renewal,
+    }
+
+
+def causal_fields(
     x: Tensor,
     y: Tensor,
     v: Tensor,
-    inputs: CausalInputs,
-) -> tuple[dict[str, Tensor | None], dict[str, float]]:
-    """Return the tensors and numbers of a causal call.
+    keep: Tensor | None,
+    sizes: Sizes,
+    past: PastMemory,
+    factor: float = 1.0,
+) -> Fields:
+    """Return the fields of a call for the last queries factor x (Z, G, L, d) of keys factor y (Z, S, d).
 
+    v (Z, S, dv), keep (Z, S) or None.
     If gradients may be needed, `gaps` (Z, gap_capacity) stores the distances between retrieved keys (encode_gaps in
     near_far.h), and `gap_offset` (Z, G, L) the offset of the first distance of each query. The allocation is for the
     worst case; the system provides only pages that are written.
     """
     Z, G, L, _ = x.shape
     S = y.shape[1]
-    open = min(inputs.sizes["open"], S)
-    numbers = {"capacity": S, "factor": inputs.factor, **inputs.sizes, "open": open}
-    pointers = {
-        "keep": inputs.keep,
-        "shift": inputs.metric.shift,
-        "root": inputs.metric.root,
+    fields = _size_fields(sizes, past.capacity)
+    open = min(fields["open"], S)
+    fields |= {
+        "open": open,
+        "factor": factor,
+        "capacity": past.capacity,
+        "decoding_state": past.numbers,
+        "keep": keep,
+        "shift": past.metric.shift,
+        "root": past.metric.root,
         "logsum": y.new_empty(Z, G, L),
     }
+    if (
+        past.numbers is not None and Z * G * L <= FEW
+    ):  # threads would wait for each other and for busy cores
+        fields["threads"] = 1
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, v)):
         capacity = G * L * (open + S // (MAX_GAP - 1) + 2)
-        numbers["gap_capacity"] = capacity
-        pointers["gaps"] = torch.empty(Z, capacity, dtype=torch.uint8, device="cpu")
-        pointers["gap_offset"] = torch.empty(Z, G, L, dtype=torch.int64, device="cpu")
-    return pointers, numbers
+        fields["gap_capacity"] = capacity
+        fields["gaps"] = torch.empty(Z, capacity, dtype=torch.uint8, device="cpu")
+        fields["gap_offset"] = torch.empty(Z, G, L, dtype=torch.int64, device="cpu")
+    return fields
 
 
 class _NearFarInC(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, name, pointers, numbers, x, y, v):
+    def forward(ctx, name, fields, x, y, v):
         out = x.new_empty(*x.shape[:3], v.shape[-1])
-        views = {"x": x, "y": y.unsqueeze(1), "v": v.unsqueeze(1), "out": out}
-        _call(name, views, pointers, numbers)
+        _call(name, fields, x, y, v, out)
         ctx.name = name
-        ctx.pointers = pointers
-        ctx.numbers = numbers
+        ctx.fields = fields
         ctx.save_for_backward(x, y, v, out)
         return out
 
@@ -245,54 +244,43 @@ class _NearFarInC(torch.autograd.Function):
             raise NotImplementedError(
                 "near-far attention: no second derivatives; use torch.func.hessian"
             )
-        x, y, v, out = ctx.saved_tensors
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dy = torch.empty_like(y, memory_format=torch.contiguous_format)
-        dv = torch.empty_like(v, memory_format=torch.contiguous_format)
-        views = {
-            "x": x,
-            "y": y.unsqueeze(1),
-            "v": v.unsqueeze(1),
-            "out": out,
-            "grad": grad,
-            "dx": dx,
-            "dy": dy.unsqueeze(1),
-            "dvalues": dv.unsqueeze(1),
-        }
-        _call(f"{ctx.name}_backward", views, ctx.pointers, ctx.numbers)
-        return None, None, None, dx, dy, dv
+        saved = ctx.saved_tensors
+        grads = []
+        for t in saved[:3]:
+            grads.append(torch.empty_like(t, memory_format=torch.contiguous_format))
+        _call(f"{ctx.name}_backward", ctx.fields, *saved, grad, *grads)
+        return None, None, *grads
 
 
-def _set_pointers(sets: KeySets) -> dict[str, Tensor]:
-    pointers = sets._asdict()
-    metric = pointers.pop("metric")
-    pointers["positions"] = pointers.pop("heavy")
-    return pointers | metric._asdict()
-
-
-def _call(
-    name: str,
-    views: dict[str, Tensor],
-    pointers: dict[str, Tensor | None],
-    numbers: dict[str, float],
-) -> None:
-    """Call a function of the library. Raises MemoryError and NotFinite."""
-    Z, G, L, d = views["x"].shape
-    S = views["y"].shape[2]
-    dv = views.get("v", views["y"]).shape[-1]
-    call = Call(threads=torch.get_num_threads(), block=1, Z=Z, G=G, L=L, S=S, d=d, dv=dv)
-    for field, number in numbers.items():
-        setattr(call, field, number)
+def _call(name: str, fields: Fields, *views: Tensor) -> None:
+    """Call a function of the library with the first ones of VIEWS. Raises MemoryError and NotFinite."""
+    x, y, *_ = views
+    Z, G, L, d = x.shape
+    S = y.shape[1]
+    call = Call(
+        threads=torch.get_num_threads(),
+        block=1,
+        Z=Z,
+        G=G,
+        L=L,
+        S=S,
+        d=d,
+    )
     alive = []  # contiguous copies must outlive the call
-    for field, view in views.items():
+    for field, view in zip(VIEWS.split(), views):
         rows = view if view.stride(-1) == 1 else view.contiguous()
+        if rows.ndim == 3:  # shared by all heads
+            rows = rows.unsqueeze(1)
         alive.append(rows)
         setattr(call, field, View(rows.data_ptr(), *rows.stride()[:3]))
-    for field, pointer in pointers.items():
-        if pointer is not None:
-            entries = pointer.contiguous()
+    if len(views) > 2:
+        call.dv = views[2].shape[-1]
+    for field, value in fields.items():
+        if isinstance(value, Tensor):
+            entries = value.contiguous()
             alive.append(entries)
-            setattr(call, field, entries.data_ptr())
+            value = entries.data_ptr()
+        setattr(call, field, value)
     status = getattr(native.library(), name)(ctypes.byref(call))
     if status == NO_MEMORY:
         raise MemoryError(f"out of memory for near-far attention of {S} tokens with d={d}")

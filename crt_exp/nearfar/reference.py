@@ -18,7 +18,7 @@ from torch import Tensor
 from crt_exp.attention.checks import first_unmasked
 from crt_exp.attention.reference import softmax_attention
 from crt_exp.nearfar.both_directions import Bidirectional
-from crt_exp.nearfar.causal import Causal, Epoch, first_renewal
+from crt_exp.nearfar.causal import Causal, Epoch
 from crt_exp.nearfar.choice import (
     MASKED,
     MIN_WEIGHT,
@@ -102,7 +102,7 @@ def causal_reference(
     keep = unmasked_keys(y, keep)
     y = zero_masked(y, keep)
     v = zero_masked(v, keep)
-    until = first_renewal(sizes)
+    until = sizes.first_renewal
     early = (x[:, :, :until], y[:, None, :until], v[:, None, :until])
     outputs = [softmax_attention(*early, causal=True, key_mask=keep[:, :until])]
     for epoch in Causal(sizes).choose(x, y, keep).epochs:

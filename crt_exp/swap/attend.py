@@ -6,6 +6,8 @@ is converted to these two, or refused. The mask of a call decides whether the ca
 Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d head dimension, dv value dimension.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,24 +17,10 @@ from crt_exp.attention.base import AttentionLayer, LinearAttention
 REMOVED = -1e4  # additive masks: 0 keeps a pair, values up to this one remove it
 
 
-def attend(
-    state: AttentionLayer,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    keep: Tensor | None = None,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    cross: bool | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    matrix: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention by `state`: returns the output (B,H,L,dv) and the matrix, or None.
+class Call(NamedTuple):
+    """One call of a swapped layer.
 
     Args:
-        state: the swapped layer.
         q: queries (B,H,L,d).
         k: keys (B,Hkv,S,d).
         v: values (B,Hkv,S,dv).
@@ -44,11 +32,27 @@ def attend(
         dropout: probability of dropping a key. Each entry of the attention matrix is dropped with this
             probability. All queries of a head drop the same keys, because the matrix is not formed.
         matrix: also return the attention matrix (B,H,L,S).
-
-    Raises:
-        ValueError: the mask is neither padding nor causal nor both, or sizes differ from those of the swap. The error
-            names the layer.
     """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keep: Tensor | None = None
+    mask: Tensor | None = None
+    causal: bool = False
+    cross: bool | None = None
+    scaling: float | None = None
+    dropout: float = 0.0
+    matrix: bool = False
+
+
+def attend(state: AttentionLayer, call: Call) -> tuple[Tensor, Tensor | None]:
+    """Attention by the swapped layer `state`: returns the output (B,H,L,dv) and the matrix, or None.
+
+    Raises ValueError, naming the layer, if the mask is neither padding nor causal nor both, or sizes differ from those
+    of the swap.
+    """
+    q, k, v, keep, mask, causal, cross, scaling, dropout, matrix = call
     S = k.shape[2]
     if mask is not None:
         check_mask(mask, q, S, state.path)
@@ -146,7 +150,7 @@ def read_mask(
         return seen, causal and queries == 1, mask.shape[-1]
     allowed = _allowed(mask, path)
     while allowed.ndim < 4:
-        allowed = allowed.unsqueeze(0) if allowed.ndim == 2 else allowed.unsqueeze(1)
+        allowed = allowed.unsqueeze(-3)
     pattern = _pattern(allowed)
     if pattern is None:
         raise ValueError(
@@ -170,10 +174,10 @@ def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, pat
     """
     S = keep.shape[1]
     if queries == 1:
-        return _last_used(keep) if causal else S
+        return last_used(keep) if causal else S
     if causal or not expected:
         return S
-    used = _last_used(keep)
+    used = last_used(keep)
     if used != queries and S - used >= queries - 1:
         raise ValueError(
             f"{path}: right padding is ambiguous in a static cache; use padding_side='left'"
@@ -209,7 +213,7 @@ def _pattern(allowed: Tensor) -> tuple[Tensor, bool, int] | None:
     last = pairs[:, -1]
     if bool((pairs == last[:, None]).all()):
         return last, False, S
-    used = _last_used(last)
+    used = last_used(last)
     # position of the last query, if the mask is causal
     end = used + L - 1 - int(pairs[..., used - 1].any(0).int().argmax())
     past = torch.ones(L, S, dtype=torch.bool, device=pairs.device).tril(end - L)
@@ -218,7 +222,7 @@ def _pattern(allowed: Tensor) -> tuple[Tensor, bool, int] | None:
     return last[:, :end], True, end
 
 
-def _last_used(keep: Tensor) -> int:
+def last_used(keep: Tensor) -> int:
     """The number of keys up to the last one kept in any row of keep (B, S).
 
     Returns S if no key is kept. A static cache has unused slots after that key.

@@ -33,8 +33,8 @@ from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.baselines import Window
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.decoding import DecodingState, changes
-from crt_exp.swap.attend import attend, prepare, read_mask
-from crt_exp.swap.families import is_cross, names_in_forward
+from crt_exp.swap.attend import Call, last_used, prepare, read_mask
+from crt_exp.swap.families import is_cross, names_in_forward, remove_hook
 
 NAMES = ("cache", "past_key_values")  # argument of forward, and its deprecated name
 RECURRENT = (LinearAttention, Window)  # layers with a decoding state
@@ -102,84 +102,61 @@ class RecurrentLayer(DynamicLayer):
         keys.cache_layer = self
         return keys, values
 
-    def attend(
-        self,
-        swapped: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        keep: Tensor | None,
-        mask: Tensor | None,
-        causal: bool,
-        scaling: float | None,
-        dropout: float,
-        matrix: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, swapped: Any, call: Call) -> Tensor | None:
         """Attend from queries (B,H,T,d) to the past and to the keys of `update`.
 
-        The arguments are those of `attend.attend`. keep (B,S) and mask (B,.,T,S) cover all tokens. Raises ValueError,
-        naming the layer, if the state cannot serve the call.
+        None if `attend.attend` must make the call, from keys that are all there. keep (B,S) and mask (B,.,T,S) of the
+        call cover all tokens. Raises ValueError, naming the layer, if the state cannot serve the call.
         """
-        first = not isinstance(key, NewKeys)
-        at_once = partial(
-            attend,
-            swapped,
-            query,
-            key,
-            value,
-            keep=keep,
-            mask=mask,
-            causal=causal,
-            scaling=scaling,
-            dropout=dropout,
-            matrix=matrix,
-        )
-        if not self._is_update(key, value, swapped.path):
-            return at_once()
+        if not self._is_update(call, swapped.path):
+            return None
+        first = not isinstance(call.k, NewKeys)
         key, value = self.new_keys
         self.new_keys = None
+        queries = call.q.shape[2]
+        keep = call.keep
+        causal = call.causal
         used = self.length
-        if mask is not None:
-            keep, causal, used = read_mask(mask, keep, causal, query.shape[2], swapped.path)
-        keep = None if keep is None or bool(keep.all()) else keep.expand(query.shape[0], -1)
-        scaled = prepare(swapped, query, key, causal, scaling=scaling)
+        if call.mask is not None:
+            keep, causal, used = read_mask(call.mask, keep, causal, queries, swapped.path)
+        keep = None if keep is None or bool(keep.all()) else keep.expand(len(key), -1)
+        query = prepare(swapped, call.q, key, causal, scaling=call.scaling)
         if first:
             padded = keep is not None and isinstance(swapped, Window)
-            possible = causal and not matrix and used == self.length and not padded
-            if not (possible and self._create_state(swapped, query, key, value)):
+            possible = causal and not call.matrix and used == self.length and not padded
+            if not (possible and self._create_state(swapped, queries, key, value)):
                 self._store_all_keys(key, value)
-                return at_once()
+                return None
             self._set_padding(keep)
             if isinstance(self.state, DecodingState):
                 keys = repeat_heads(key, swapped.recurrent_heads)
                 values = repeat_heads(value, swapped.recurrent_heads)
                 self.state.take(swapped.scaled(keys), values, keep)
-                return at_once()
+                return None
         else:
-            self._check(swapped, query, causal, matrix, used)
-            keep = self._new_padding(keep, query.shape[2], swapped.path)
-        return self.state.step(swapped.scaled(scaled), swapped.scaled(key), value, keep), None
+            self._check(swapped, call, causal, used)
+            keep = self._new_padding(keep, queries, swapped.path)
+        return self.state.step(swapped.scaled(query), swapped.scaled(key), value, keep)
 
-    def _is_update(self, key: Tensor, value: Tensor, path: str) -> bool:
-        """Whether key and value are the tensors of `update`, used for the first time."""
-        same = self.handed[0]() is key and self.handed[1]() is value
+    def _is_update(self, call: Call, path: str) -> bool:
+        """Whether keys and values are the tensors of `update`, used for the first time."""
+        same = self.handed[0]() is call.k and self.handed[1]() is call.v
         if same and self.new_keys is not None:
             return True
-        if isinstance(key, NewKeys):
+        if isinstance(call.k, NewKeys):
             raise ValueError(
                 f"{path}: the recurrent cache does not support changed or reused keys; {WHOLE}"
             )
         # other attention uses the keys too, which a single state cannot serve
         if self.new_keys is None and not self.whole:
             self.state = None
-            self._store_all_keys(key, value)
+            self._store_all_keys(call.k, call.v)
         self._store_new_keys()
         return False
 
-    def _create_state(self, swapped: Any, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    def _create_state(self, swapped: Any, queries: int, key: Tensor, value: Tensor) -> bool:
         """Create the state before the first tokens; False if a state cannot be used."""
-        if not isinstance(swapped, RECURRENT) or query.shape[2] != key.shape[2]:
+        if not isinstance(swapped, RECURRENT) or queries != key.shape[2]:
             return False
         if _all_keys(swapped) or swapped.calibrated is not None:
             return False
@@ -191,17 +168,17 @@ class RecurrentLayer(DynamicLayer):
         self.state = swapped.decoding()
         return True
 
-    def _check(self, swapped: Any, query: Tensor, causal: bool, matrix: bool, used: int) -> None:
+    def _check(self, swapped: Any, call: Call, causal: bool, used: int) -> None:
         same = self.owner() is swapped
         for (tensor, version), (before, version_before) in zip(_marks(swapped), self.marks):
             same = same and tensor is before and version == version_before
         if not same:
             raise ValueError(f"{swapped.path}: noise or statistics have changed; use a new cache")
         for wrong, what in (
-            (matrix, "output_attentions=True"),
+            (call.matrix, "output_attentions=True"),
             (swapped.training, "training mode"),
-            (torch.is_grad_enabled() and query.requires_grad, "gradients"),
-            (query.shape[2] > 1 and not causal, "non-causal attention"),
+            (torch.is_grad_enabled() and call.q.requires_grad, "gradients"),
+            (call.q.shape[2] > 1 and not causal, "non-causal attention"),
             (used != self.length, "masks of the last tokens"),
         ):
             if wrong:
@@ -239,8 +216,7 @@ class RecurrentLayer(DynamicLayer):
         """Store a mask of all tokens, up to the last removed token."""
         self.padding = None
         if keep is not None and not bool(keep.all()):
-            removed = (~keep).any(0).nonzero()
-            self.padding = keep[:, : int(removed[-1]) + 1].clone()
+            self.padding = keep[:, : last_used(~keep)].clone()
 
     # ---- fall back to storing the keys
 
@@ -315,8 +291,9 @@ def _marks(swapped: Any) -> list[tuple[Tensor, int]]:
 
 def install(model: nn.Module) -> None:
     """Make `generate` and use_cache=True of the model create recurrent caches."""
-    uninstall(model)
     for part in model.modules():
+        part.__dict__.pop("_prepare_cache_for_generation", None)
+        remove_hook(part, "recurrent_cache_hook")
         if not isinstance(part, PreTrainedModel):
             continue
         kind: Any = type(part)
@@ -329,13 +306,6 @@ def install(model: nn.Module) -> None:
         # a generate method of its own reads the keys (Whisper)
         if layers and getattr(kind, "generate", None) is GenerationMixin.generate:
             part.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, part, layers)
-
-
-def uninstall(model: nn.Module) -> None:
-    for part in model.modules():
-        part.__dict__.pop("_prepare_cache_for_generation", None)
-        if "recurrent_cache_hook" in part.__dict__:
-            part.__dict__.pop("recurrent_cache_hook").remove()
 
 
 def _recurrent_layers(model: nn.Module) -> frozenset[int]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from crt_exp.attention.base import AttentionLayer, LinearAttention
 from crt_exp.attention.baselines import exact_attention, uniform_attention
@@ -215,14 +216,10 @@ def check_ids(model: Any, ids: Tensor, name: str) -> None:
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Call the model with a batch of `calibrate_attention`. Raises ValueError for ids out of range."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    positional, keywords = model_arguments(batch)
-    keywords = {key: moved(value) for key, value in keywords.items()}
+    moved = tree_map_only(Tensor, lambda t: t.to(device), model_arguments(batch))
+    positional, keywords = moved
     try:
-        return model(*map(moved, positional), **keywords)
+        return model(*positional, **keywords)
     except IndexError as error:
         raise ValueError(
             f"{type(model).__name__}: {error}; expected ids and labels that the model knows"
@@ -276,10 +273,8 @@ def measure(
     The layer runs with its current projections on the first SEQUENCES sequences of q (B,H,L,d), k (B,Hkv,S,d) and v
     (B,Hkv,S,dv). QUERIES queries of each sequence are compared with exact attention. Padded queries do not count.
     """
-    q = q[:SEQUENCES]
-    k = k[:SEQUENCES]
-    v = v[:SEQUENCES]
-    key_mask = None if key_mask is None else key_mask[:SEQUENCES]
+    inputs = (q, k, v, key_mask)
+    q, k, v, key_mask = tree_map_only(Tensor, lambda t: t[:SEQUENCES], inputs)
     L = q.shape[2]
     rows = torch.randperm(L, generator=torch.Generator().manual_seed(0))[:QUERIES].to(q.device)
     real = real_queries(state, q, k, key_mask)[:, None, :, None].expand(-1, -1, L, -1)[:, :, rows]

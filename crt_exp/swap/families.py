@@ -59,16 +59,20 @@ class HeadSizes(NamedTuple):
     cross: bool = False
 
 
+def remove_hook(part: nn.Module, name: str) -> None:
+    """Remove the hook of a swap with this name, if the module has it."""
+    hook = part.__dict__.pop(name, None)
+    if hook is not None:
+        hook.remove()
+
+
 # ---- find modules
 
 
 def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The attention modules that `swap_attention` supports, with paths, in order."""
-    modules = []
-    for path, module in model.named_modules():
-        if family(module):
-            modules.append((path or type(module).__name__, module))
-    return modules
+    modules = [(path, module) for path, module in model.named_modules() if family(module)]
+    return [(path or type(module).__name__, module) for path, module in modules]
 
 
 def swapped_class(module: Any) -> type | None:
@@ -261,13 +265,12 @@ def _is_biased(module: Any, passed: Passed) -> bool:
 def _window(module: Any, passed: Passed) -> str | None:
     """The reason of a module with a window that is shorter than its sequences, or None."""
     config = module.config
-    kind = getattr(module, "layer_type", None)
-    if not isinstance(kind, str):
-        kind = getattr(module, "attention_type", None)
-    if not isinstance(kind, str):
+    kinds = [getattr(module, name, None) for name in ("layer_type", "attention_type")]
+    index = getattr(module, "layer_idx", None)
+    if isinstance(index, int):
         types = getattr(config, "layer_types", None) or ()
-        index = getattr(module, "layer_idx", None)
-        kind = types[index] if isinstance(index, int) and index < len(types) else None
+        kinds += types[index : index + 1]
+    kind = next((kind for kind in kinds if isinstance(kind, str)), None)
     slides = getattr(module, "is_sliding", True) is not False
     size = None
     if kind in WINDOWS:

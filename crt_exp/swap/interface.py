@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.utils.output_capturing import _active_collector
 
-from crt_exp.swap.attend import attend, check_mask, known_true
+from crt_exp.swap.attend import Call, attend, check_mask, known_true
 from crt_exp.swap.families import passed_arguments
 
 INTERFACE = "crt_exp"  # name of the attention function in transformers
@@ -105,19 +105,17 @@ def interface_attention(
                 raise ValueError(
                     f"{state.path}: unsupported mask of {mask.dtype}; leave the layer out with layers=[...]"
                 )
-            keep = None if known_true(mask) else mask
+            keep = mask
             mask = None
         # of a mask of pairs for a single query
         causal = of_keys or (mask is not None and state.causal)
     if used < key.shape[2]:
         key = key[:, :, :used]
         value = value[:, :, :used]
-    call = attend if recurrent is None else recurrent.attend
-    out, matrix = call(
-        state,
-        query,
-        key,
-        value,
+    call = Call(
+        q=query,
+        k=key,
+        v=value,
         keep=keep,
         mask=mask,
         causal=causal,
@@ -125,6 +123,10 @@ def interface_attention(
         dropout=dropout,
         matrix=_wants_matrix(extras),
     )
+    out = None if recurrent is None else recurrent.attend(state, call)
+    matrix = None
+    if out is None:
+        out, matrix = attend(state, call)
     return out.transpose(1, 2).contiguous(), matrix
 
 

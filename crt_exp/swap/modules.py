@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer
-from crt_exp.swap.attend import as_keep, attend
+from crt_exp.swap.attend import Call, as_keep, attend
 
 
 class SwappedMultiheadAttention(nn.Module):
@@ -47,8 +47,7 @@ class SwappedMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         batched = query.ndim == 3
-        time_first = batched and not self.batch_first
-        q, k, v = (self._split(t, batched, time_first) for t in self._project(query, key, value))
+        q, k, v = (self._split(t) for t in self._project(query, key, value))
         keep = as_keep(key_padding_mask, self.swapped.path)
         if keep is not None and not batched:
             keep = keep[None]
@@ -56,22 +55,12 @@ class SwappedMultiheadAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         # activation checkpointing passes two tensors that share memory
         same = query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
-        out, matrix = attend(
-            self.swapped,
-            q,
-            k,
-            v,
-            keep=keep,
-            mask=mask,
-            causal=causal,
-            cross=not same,
-            matrix=need_weights,
-            dropout=dropout,
-        )
+        call = Call(q, k, v, keep, mask, causal, not same, dropout=dropout, matrix=need_weights)
+        out, matrix = attend(self.swapped, call)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if matrix is not None and average_attn_weights:
             matrix = matrix.mean(1)
-        if time_first:
+        if batched and not self.batch_first:
             out = out.transpose(0, 1)
         if batched:
             return out, matrix
@@ -91,12 +80,13 @@ class SwappedMultiheadAttention(nn.Module):
         vectors = (query, key, value)
         return tuple(F.linear(t, w, b) for t, w, b in zip(vectors, weights, biases))
 
-    def _split(self, t: Tensor, batched: bool, time_first: bool) -> Tensor:
-        if time_first:
-            t = t.transpose(0, 1)
-        elif not batched:
+    def _split(self, t: Tensor) -> Tensor:
+        t = t.unflatten(-1, (self.num_heads, -1))
+        if t.ndim == 3:
             t = t[None]
-        return t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        elif not self.batch_first:
+            t = t.transpose(0, 1)
+        return t.transpose(1, 2)
 
     def _mask(
         self, mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool
@@ -149,7 +139,7 @@ class TimmAttention(nn.Module):
             k = self._rotated(k, rope).type_as(v)
         if causal:
             mask = None
-        out, _ = attend(self.swapped, q, k, v, mask=mask, causal=causal, dropout=dropout)
+        out, _ = attend(self.swapped, Call(q, k, v, mask=mask, causal=causal, dropout=dropout))
         out = out.transpose(1, 2).flatten(2)
         norm = self._modules.get("norm")
         if norm is not None:

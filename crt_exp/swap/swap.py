@@ -22,6 +22,7 @@ from crt_exp.validation import warn
 
 # builder (heads, d, *, kv_heads, causal, cross, scaling, layer) -> AttentionLayer
 LayerMaker = Callable[..., Any]
+HOOKS = ("refuse_replaced", "recurrent_cache_hook", "swap_check")
 
 
 @torch.inference_mode(False)  # tensors created in inference mode cannot be trained or loaded into
@@ -88,18 +89,12 @@ def unswap_attention(model: nn.Module) -> nn.Module:
     >>> type(crt_exp.unswap_attention(module)).__name__
     'MultiheadAttention'
     """
-    modules = [place.module for place in swappable(model)]
+    modules = [module for _, module in families.attention_modules(model)]
     swapped = [module for module in modules if "swapped" in module._modules]
     if not swapped:
         raise ValueError(f"{type(model).__name__}: no swapped attention; call swap_attention first")
-    if any(families.family(module) == "hf" for module in swapped):
-        from crt_exp.swap import cache
-
-        cache.uninstall(model)
     for module in swapped:
         del module.swapped
-        if "refuse_replaced" in module.__dict__:
-            module.__dict__.pop("refuse_replaced").remove()
         if "unswapped_class" in module.__dict__:
             module.__class__ = module.__dict__.pop("unswapped_class")
     _return_configurations(model)
@@ -109,8 +104,9 @@ def unswap_attention(model: nn.Module) -> nn.Module:
         for config, implementation in part.__dict__.pop("unswapped_configs", ()):
             config._attn_implementation_internal = implementation
         part.__dict__.pop("unmasked_causal", None)
-    if "swap_check" in model.__dict__:
-        model.__dict__.pop("swap_check").remove()
+        part.__dict__.pop("_prepare_cache_for_generation", None)
+        for name in HOOKS:
+            families.remove_hook(part, name)
     write_record(model)
     return model
 
@@ -172,12 +168,10 @@ def _choose_layers(
         leave_out = layers is not None or all(place.has_window for place in unsupported)
         return supported if supported and leave_out else list(range(count))
     numbers: Any = [layers] if isinstance(layers, Integral) else layers
-    chosen: set[int] = set()
-    for i in numbers:
-        if isinstance(i, bool) or not isinstance(i, Integral) or not -count <= int(i) < count:
-            chosen = set()
-            break
-        chosen.add(int(i) % count)
+    try:
+        chosen = {range(count)[i] for i in numbers}
+    except (IndexError, TypeError):
+        chosen = set()
     if not chosen:
         raise ValueError(f"layers={layers!r}: expected indices of {count} layers, 0 to {count - 1}")
     return sorted(chosen)
@@ -331,8 +325,7 @@ def _warn_unreached(model: nn.Module, *_: Any) -> None:
     """After the first forward pass, warn of swapped modules that it did not reach."""
     if torch.compiler.is_compiling():
         return
-    if "swap_check" in model.__dict__:
-        model.__dict__.pop("swap_check").remove()
+    families.remove_hook(model, "swap_check")
     for part in model.modules():
         if "_orig_mod" in part._modules or part._compiled_call_impl is not None:
             return  # compiled modules do not record their calls
@@ -373,7 +366,7 @@ def write_record(model: nn.Module) -> None:
         setattr(holder.config, KEY, record)
         # a model inside another one may be saved by itself
         for part in pretrained_models(holder):
-            if any("swapped" in inner._modules for inner in part.modules()):
+            if _has_swapped(part):
                 setattr(part.config, IMPLEMENTATION, KEY)
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from crt_exp.nearfar import native
-from crt_exp.nearfar.causal import Causal, engine_sizes, renewals
+from crt_exp.nearfar.causal import Causal
 from crt_exp.nearfar.choice import MAX_GAP, unmasked_keys
 from crt_exp.nearfar.dispatch import join_key_heads, split_key_heads
 from crt_exp.nearfar.reference import bidirectional_reference, causal_reference
@@ -107,16 +107,17 @@ def as_integers(t):
 
 
 @torch.enable_grad()
-def retrieved_in_c(x, y, v, inputs):
+def retrieved_in_c(x, y, v, keep, sizes, metric):
     """The positions (Z, G, L, open) of keys that queries retrieve in the C engine, -1 for none, by the gaps between
     them."""
-    pointers, numbers = native.causal_arguments(x.detach().requires_grad_(), y, v, inputs)
-    native._NearFarInC.apply("near_far_causal", pointers, numbers, x.detach(), y, v)
-    most = min(inputs.sizes["open"], y.shape[1])
+    past = native.PastMemory(metric, y.shape[1])
+    fields = native.causal_fields(x.detach().requires_grad_(), y, v, keep, sizes, past)
+    native.causal(x.detach(), y, v, fields)
+    most = fields["open"]
     positions = torch.full((*x.shape[:3], most), -1)
     for z, g, i in itertools.product(*map(range, x.shape[:3])):
-        start = int(pointers["gap_offset"][z, g, i])
-        gaps = pointers["gaps"][z, start:].numpy()
+        start = int(fields["gap_offset"][z, g, i])
+        gaps = fields["gaps"][z, start:].numpy()
         gaps = gaps[: (gaps == 0).argmax()].astype(int)
         ends = gaps < MAX_GAP
         found = (gaps - ~ends).cumsum()[ends] - 1
@@ -128,10 +129,9 @@ def retrieved_in_both(x, y, v, sizes, keep=None):
     """The positions (Z, G, L, open) of keys that queries behind the first renewal retrieve, sorted: by the C engine,
     and by PyTorch."""
     S = y.shape[1]
-    metric, epochs = Causal(sizes).choose(x, y, keep)
-    start = renewals(sizes, 0)[0]
-    inputs = native.CausalInputs(keep, metric, engine_sizes(sizes, S))
-    in_c = retrieved_in_c(x[:, :, start:], y, v, inputs)
+    _, metric, epochs = Causal(sizes).choose(x, y, keep)
+    start = sizes.first_renewal
+    in_c = retrieved_in_c(x[:, :, start:], y, v, keep, sizes, metric)
     expected = torch.full_like(in_c, -1)
     unmasked = unmasked_keys(y, keep)
     for epoch in epochs:

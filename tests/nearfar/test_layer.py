@@ -17,7 +17,7 @@ from crt_exp.nearfar import NearFar, near_far_attention
 from crt_exp.nearfar import layer as nearfar_layer
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.decoding import RecallState
-from crt_exp.swap.attend import attend
+from crt_exp.swap.attend import Call, attend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -134,7 +134,7 @@ def test_a_short_call_is_one_of_the_kernel(causal):
     q, k, v = torch.randn(3, 1, 4, 40, 8).unbind()
 
     def call():
-        return attend(layer, q, k, v, causal=causal)
+        return attend(layer, Call(q, k, v, causal=causal))
 
     with Operators() as seen:
         call()
@@ -186,7 +186,7 @@ def test_an_empty_batch(causal):
     out.sum().backward()
     assert out.shape == q.shape
     assert v.grad.shape == v.shape
-    state = RecallState(layer.sizes, 2)
+    state = RecallState(layer.sizes)
     actual = state.step(q.detach(), k.detach(), v.detach()).shape
     assert actual == q.shape
 

@@ -93,7 +93,7 @@ def test_equals_float64(name):
     assert not near_far.applies(*exact)
     assert near_far.applies(*inputs)
     sets = cast(call.choose(*exact[:2], keep), torch.float32)
-    out = call.attend(*exact, keep, cast(sets, torch.float64))
+    out = call.attend(*exact, cast(sets, torch.float64))
     if keep is not None:
         for t in inputs[1:]:
             t.masked_fill_(~keep.unsqueeze(-1), torch.nan)
@@ -406,7 +406,7 @@ for seed in range(60):
         assert all(t.isfinite().all() for t in (out, *grads))
     if seed % 6 == 0:
         with torch.no_grad():
-            y, v, state, most = draw(kv, S, d), draw(kv, S, dv), RecallState(sizes, kv), S // 2
+            y, v, state, most = draw(kv, S, d), draw(kv, S, dv), RecallState(sizes), S // 2
             state.step(own[:, :, :most], y[:, :, :most], v[:, :, :most])
             for i in range(most, min(S, most + 60)):
                 state.step(*(t[:, :, i:i + 1] for t in (own, y, v)))

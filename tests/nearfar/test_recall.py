@@ -162,7 +162,7 @@ def test_token_by_token_is_the_parallel_pass(more, monkeypatch):
     keep[:, 30] = True
     for mask in (None, keep):
         whole = attend(x, y, v, keep=mask)
-        state = RecallState(SIZES, 2)
+        state = RecallState(SIZES)
         start = 0
         parts = []
         cases = [3, 40, 1, 1, 90, 1, 7, 120, 1, 66]
@@ -238,7 +238,7 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     keep = torch.ones(3, LENGTH, dtype=torch.bool)
     keep[1, :5] = False
     whole = attend(x, y, v, sizes, keep)
-    first = RecallState(sizes, 1)
+    first = RecallState(sizes)
 
     def token(i, rows=slice(None)):
         return [t[rows] for t in at_tokens((x, y, v), slice(i, i + 1))]
@@ -247,8 +247,8 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     expected = whole[:, :, :150]
     assert_close(out, expected, **close)
     if in_c:  # what is known after it serves the next tokens
-        for memory in first.memories.values():
-            block = int(memory.numbers[0, :2].view(torch.int64))
+        for group in first.groups:
+            block = int(group.memory.numbers[0, :2].view(torch.int64))
             assert block == 149 // 8
     first.step(*at_tokens((x, y, v), slice(150, 200)), keep[:, 150:200])
     first.step(*token(200))
@@ -257,8 +257,9 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     out = first.step(*token(201))
     expected = whole[:, :, 201:202]
     assert_close(out, expected, **close)
-    assert bool(first.memories) == in_c
-    assert bool(first.epochs) != in_c
+    for group in first.groups:
+        assert (group.memory is not None) == in_c
+        assert (group.epoch is None) == in_c
     rows = torch.tensor([2, 1, 1])
     first.select(rows)
     for i in range(202, 230):
@@ -279,7 +280,7 @@ def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
     """One row with few heads for 16 threads, then four."""
     x, y, v = draw_inputs(1, 3, 3, d=d, dv=dv, dtype=torch.float32)
     whole = attend(x, y, v)
-    state = RecallState(SIZES, 3)
+    state = RecallState(SIZES)
     torch.set_num_threads(before)
     cases = [slice(0, 250), slice(250, 251)]
     for at in cases:
@@ -348,7 +349,7 @@ def test_keys_are_measured_about_the_means_of_their_blocks(masked):
     sizes = SIZES._replace(exact_until=200)
     mask = keep if masked else None
     metric = recall.fit_metric(y, mask, sizes)
-    far = recall.renewals(sizes, 0)[0] - sizes.block
+    far = sizes.first_renewal - sizes.block
     for z in range(len(y)):
         residuals = []
         for start in range(0, far, sizes.block):
@@ -367,7 +368,7 @@ def test_keys_are_measured_about_the_means_of_their_blocks(masked):
 def test_tokens_that_do_not_fit_a_state_are_refused():
     _, y, v = draw_inputs(S=20)
     with pytest.raises(ValueError, match="2 sequences, got 1"):
-        state = RecallState(SIZES, 1)
+        state = RecallState(SIZES)
         state.step(y, y, v)
         state.step(y[:1], y[:1], v[:1])
     with pytest.raises(ValueError, match=r"d, dv = \(5, 3\), got \(4, 3\)"):
@@ -442,8 +443,8 @@ def test_more_keys_are_read_of_a_longer_past():
     assert ours.shape[-1] == 56
     assert (ours >= 0).all()
     call = recall.Causal(sizes, native=True)
-    state = RecallState(sizes, 1)
-    whole = call.attend(x, y, v, None, call.choose(x, y, None))
+    state = RecallState(sizes)
+    whole = call.attend(x, y, v, call.choose(x, y, None))
     parts = []
     for at in one_by_one(2940, 2960):
         parts.append(state.step(x[:, :, at], y[:, None, at], v[:, None, at]))

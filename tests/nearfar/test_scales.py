@@ -89,7 +89,7 @@ def test_with_few_different_keys_the_past_alone_decides(engine):
     whole = run(S)
     for n in (S // 2, S - 1):
         assert (run(n) - whole[:, :, :n]).norm() < 1e-5 * whole.norm(), n
-    state = RecallState(SMALL, 2)
+    state = RecallState(SMALL)
     parts = []
     for at in one_by_one(190, S):
         parts.append(state.step(*at_tokens((x, y, v), at)))
@@ -129,7 +129,7 @@ def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
     many = SMALL._replace(**{name: size})
     all_keys = SMALL._replace(**{name: S})
     whole = attend(x, y, v, many)
-    state = RecallState(many, 2)
+    state = RecallState(many)
     difference = (whole - attend(x, y, v, all_keys)).abs().max()
     assert difference < 1e-5
     parts = []

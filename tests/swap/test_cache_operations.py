@@ -79,9 +79,9 @@ def check_kind(cache, state, dtype, padded):
     for layer in cache.layers:
         if state not in CONTROLS and isinstance(layer.state, RecallState):
             in_c = dtype == torch.float32
-            assert bool(layer.state.memories) == ("beyond" in state and in_c)
-            actual = bool(layer.state.epochs)
-            assert actual == ("beyond" in state and not in_c)
+            for group in layer.state.groups:
+                assert (group.memory is not None) == ("beyond" in state and in_c)
+                assert (group.epoch is not None) == ("beyond" in state and not in_c)
 
 
 def check_goes_on(model, cache, ids, mask, whole, done=PROMPT):

@@ -11,6 +11,7 @@ from helpers.swap_models import SIZES, build_model, gpt2, llama, neox
 from torch.testing import assert_close
 
 from crt_exp import calibrate_attention, swap_attention, unswap_attention
+from crt_exp.swap.attend import Call, attend
 from crt_exp.swap.cache import NewKeys, RecurrentLayer
 
 pytestmark = [
@@ -19,14 +20,6 @@ pytestmark = [
         "ignore:.*further from exact attention than uniform attention:UserWarning"
     ),
 ]
-CALL = {
-    "keep": None,
-    "mask": None,
-    "causal": True,
-    "scaling": None,
-    "dropout": 0.0,
-    "matrix": False,
-}
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
 
@@ -304,8 +297,12 @@ def test_keys_that_serve_two_attentions_are_kept():
     layer = RecurrentLayer()
     q, k, v = torch.randn(3, 2, 4, 5, 4)
     keys, values = layer.update(k[:, :2], v[:, :2])
-    first, _ = layer.attend(swap, q, keys, values, **CALL)
-    second, _ = layer.attend(swap, q, keys, values, **CALL)
+    call = Call(q, keys, values, causal=True)
+    outputs = []
+    for _ in range(2):
+        assert layer.attend(swap, call) is None
+        outputs.append(attend(swap, call)[0])
+    first, second = outputs
     assert layer.whole
     assert torch.equal(first, second)
     assert torch.equal(layer.keys, k[:, :2])
@@ -377,7 +374,7 @@ def test_new_keys_are_refused_outside_the_swapped_attention():
     layer = layer_cache.layers[0]
     swap = model.model.layers[0].self_attn.swapped
     with pytest.raises(ValueError, match="self_attn: .* reused keys"):
-        layer.attend(swap, torch.ones(2, 4, 1, 4), keys, keys, **CALL)
+        layer.attend(swap, Call(torch.ones(2, 4, 1, 4), keys, keys, causal=True))
     with pytest.raises(ValueError, match="no swapped attention used the new keys"):
         layer_cache.update(torch.ones(2, 2, 1, 4), torch.ones(2, 2, 1, 4), 0)
 
