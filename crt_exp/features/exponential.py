@@ -290,7 +290,7 @@ class OPRF(PositiveExponential):
     def fit(self, stats: Statistics) -> OPRFParams:
         if self.A is not None:
             return OPRFParams(scalar(self.A))
-        A = check_finite(optimal_a(stats.mean_s(1), stats.d), "A")
+        A = check_finite(optimal_a(stats.mean_s(1), stats.x.d), "A")
         return OPRFParams(A[..., None, None])
 
     def unfitted(self, d: int) -> OPRFParams:
