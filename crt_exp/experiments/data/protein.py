@@ -369,16 +369,6 @@ def length_statistics(lengths: np.ndarray) -> dict[str, float]:
     }
 
 
-def letter_frequencies(rows: Singles) -> np.ndarray:
-    """Letter frequencies with add-one smoothing, (25,).
-
-    At most COUNTED rows are counted, spread evenly. They define the empirical baseline of Performers C.2.
-    """
-    chosen = np.linspace(0, len(rows) - 1, min(COUNTED, len(rows))).astype(np.int64)
-    counts = sum(np.bincount(rows[i], minlength=TOKENS)[: len(LETTERS)] for i in chosen) + 1.0
-    return counts / counts.sum()
-
-
 # ---- generated families of sequences ---------------------------------------------------------------------------------
 class FamilyOptions(TypedDict):
     """Options of generated families.

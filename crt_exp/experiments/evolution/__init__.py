@@ -15,7 +15,6 @@ import functools
 import math
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -28,7 +27,7 @@ from pydantic import Field
 from scipy.stats import rankdata
 from torch import Tensor
 
-from crt_exp.experiments.evolution.environments import Environment, Observation
+from crt_exp.experiments.evolution.environments import Environment
 from crt_exp.experiments.measure.kernel import generator
 from crt_exp.experiments.models.implicit_policy import ImplicitPolicy
 from crt_exp.experiments.runner import checkpoint
@@ -51,16 +50,6 @@ EPS = 1e-8
 
 
 # ---- rollouts, in lockstep groups, in this process or in others
-
-
-@contextmanager
-def without_interrupts() -> Iterator[None]:
-    """Context manager: processes started in it ignore ^C; the parent ends them."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True)
@@ -95,25 +84,17 @@ def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
         returns = np.zeros(len(seeds))
         going = np.ones(len(seeds), bool)
         while going.any():
-            actions = choose_actions(player, layer, thetas, observations, generators)
+            if player.policy is None:
+                actions = np.stack([rng.uniform(-1, 1, player.world.actions) for rng in generators])
+            else:
+                images, states = map(np.stack, zip(*observations))
+                images, states = torch.from_numpy(images), torch.from_numpy(states)
+                actions = player.policy.act(layer, thetas, images.float(), states.float()).numpy()
             for i in np.flatnonzero(going):
                 observations[i], reward, ended = worlds[i].step(actions[i])
                 returns[i] += reward
                 going[i] = not ended
     return returns.tolist()
-
-
-def choose_actions(
-    player: Player,
-    layer: Any,
-    thetas: Tensor,
-    observations: Sequence[Observation],
-    generators: Sequence[np.random.Generator],
-) -> np.ndarray:
-    if player.policy is None:
-        return np.stack([rng.uniform(-1, 1, player.world.actions) for rng in generators])
-    images, states = (torch.from_numpy(np.stack(part)).float() for part in zip(*observations))
-    return player.policy.act(layer, thetas, images, states).numpy()
 
 
 def play_all(
@@ -141,13 +122,15 @@ def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
     from joblib.externals.loky.process_executor import BrokenProcessPool
 
     parallel = joblib.Parallel(n_jobs=workers, batch_size=1)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
     try:
-        with without_interrupts():
-            return parallel(joblib.delayed(play)(*call) for call in calls)
+        return parallel(joblib.delayed(play)(*call) for call in calls)
     except BrokenProcessPool:
         raise Stopped(
             f"task.workers={workers}: a worker died; continue with resume=auto and fewer", 1
         ) from None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ---- evolution strategies
@@ -190,12 +173,17 @@ class State:
     records: int = 0
     rollouts: int = 0
 
-    @property
-    def counts(self) -> dict[str, int]:
+    def record(self, split: str, seeds: list[int], returns: np.ndarray, **more: float) -> Record:
+        """Line of metrics.jsonl about rollouts of the seeds."""
         return {
-            "generation": self.generation,
-            "records": self.records,
+            "step": self.generation,
+            "epoch": 0,
+            "split": split,
+            "return": float(np.mean(returns)),
+            **more,
             "rollouts": self.rollouts,
+            "seeds": seeds,
+            "returns": returns.tolist(),
         }
 
 
@@ -242,7 +230,13 @@ def evolve(
 
     The first `done` records are in the run directory, which also stores the state.
     """
-    state = restored(directory, done) or initial_state(player, seed)
+    state = restored(directory, done)
+    if state is None:
+        theta = torch.zeros(0)
+        if player.policy is not None:
+            lead = torch.from_numpy(player.world.lead).float()
+            theta = player.policy.initial(generator(seed), lead)
+        state = State(theta, torch.zeros(2, len(theta)))
     if player.policy is not None:
         if state.generation == 0:
             save_state(directory, state)
@@ -258,13 +252,6 @@ def evolve(
     yield {**evaluate(plan, player, state, seed, "test", plan["tested"]), "final": True}
 
 
-def initial_state(player: Player, seed: int) -> State:
-    if player.policy is None:
-        return State(torch.zeros(0), torch.zeros(2, 0))
-    theta = player.policy.initial(generator(seed), torch.from_numpy(player.world.lead).float())
-    return State(theta, torch.zeros(2, len(theta)))
-
-
 def train_generation(
     plan: Strategy, workers: int, player: Player, state: State, seed: int
 ) -> Record:
@@ -272,22 +259,13 @@ def train_generation(
     eps = directions(seed, state.generation, plan["population"] // 2, len(state.theta))
     seeds = seeds_of("train", seed, state.generation, plan["rollouts"])
     thetas = members(state.theta, eps, plan["sigma"])
-    returns = play_all(player, thetas, seeds, plan["together"], workers)
-    ranks = centered_ranks(np.mean(returns, 1))
+    returns = np.array(play_all(player, thetas, seeds, plan["together"], workers))
+    ranks = centered_ranks(returns.mean(1))
     ascend(state, gradient(ranks, eps, plan["sigma"]), plan["lr"])
     state.generation += 1
     state.rollouts += plan["population"] * plan["rollouts"]
-    return {
-        "step": state.generation,
-        "epoch": 0,
-        "split": "train",
-        "return": float(np.mean(returns)),
-        "best": float(np.max(returns)),
-        "rollouts": state.rollouts,
-        "seeds": seeds,
-        "returns": returns,
-        "norm": float(state.theta.norm()),
-    }
+    record = state.record("train", seeds, returns, best=float(returns.max()))
+    return record | {"norm": float(state.theta.norm())}
 
 
 def evaluate(
@@ -300,16 +278,7 @@ def evaluate(
         group = seeds[start : start + plan["together"]]
         groups += play_all(player, state.theta[None], group, 1, 1)
     returns = np.concatenate(groups)
-    return {
-        "step": state.generation,
-        "epoch": 0,
-        "split": split,
-        "return": float(returns.mean()),
-        "std": float(returns.std()),
-        "rollouts": state.rollouts,
-        "seeds": seeds,
-        "returns": returns.tolist(),
-    }
+    return state.record(split, seeds, returns, std=float(returns.std()))
 
 
 # ---- the state on disk
@@ -319,7 +288,8 @@ def save_state(directory: Path | None, state: State) -> None:
     if directory is not None:
         tensors = {"theta": state.theta, "moments": state.moments}
         root = directory / CHECKPOINTS
-        checkpoint.save(root, state.generation, {"evolution": tensors}, state.counts)
+        counts = {name: getattr(state, name) for name in ("generation", "records", "rollouts")}
+        checkpoint.save(root, state.generation, {"evolution": tensors}, counts)
         checkpoint.prune(root, 2)
 
 

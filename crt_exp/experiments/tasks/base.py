@@ -251,6 +251,11 @@ def exp(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
+def smoothed(counts: np.ndarray) -> np.ndarray:
+    """Frequencies of counted symbols (V,), with add-one smoothing."""
+    return (counts + 1.0) / (counts + 1.0).sum()
+
+
 class Reader:
     """Read a split for `Task.evaluate`, and reduce over all processes.
 

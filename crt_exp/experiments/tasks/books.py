@@ -151,7 +151,5 @@ class Books(SymbolTask):
             "unigram_word_perplexity": exp(math.log(metrics["unigram_perplexity"]) * ratio),
         }
 
-    @cached_property
-    def unigram(self) -> np.ndarray:
-        counts = self.data["train"].text.counts(self.predictable) + 1.0
-        return counts / counts.sum()
+    def counts(self) -> np.ndarray:
+        return self.data["train"].text.counts(self.predictable)

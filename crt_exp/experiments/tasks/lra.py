@@ -7,7 +7,7 @@ Notation: B rows of a batch (two for an example of retrieval), L symbols of the 
 
 import math
 from collections.abc import Iterator
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from crt_exp.experiments.data import arena, check_classes, images
 from crt_exp.experiments.data.arena import LONGEST, PAGES, Dataset, Labelled
 from crt_exp.experiments.data.images import DIGITS, VALUES, square_image
-from crt_exp.experiments.data.plan import SPLITS, by_length, row_sample, token_batch
+from crt_exp.experiments.data.plan import SPLITS, by_length, counts_of, row_sample, token_batch
 from crt_exp.experiments.data.sources import task_folder
 from crt_exp.experiments.models.language import Classifier
 from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, task_class
@@ -213,12 +213,6 @@ class Pixels(SymbolTask):
             "unigram_bits_per_dim": math.log2(metrics["unigram_perplexity"]),
         }
 
-    @cached_property
-    def unigram(self) -> np.ndarray:
-        chosen = np.linspace(
-            0, self.length("train") - 1, min(COUNTED, self.length("train"))
-        ).astype(np.int64)
-        counts = np.ones(VALUES)
-        for i in chosen:
-            counts += np.bincount(self.values("train", i), minlength=VALUES)
-        return counts / counts.sum()
+    def counts(self) -> np.ndarray:
+        values = partial(self.values, "train")
+        return counts_of(values, self.length("train"), COUNTED, VALUES)

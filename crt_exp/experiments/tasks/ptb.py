@@ -29,6 +29,7 @@ from crt_exp.experiments.tasks.base import (
     Task,
     Tensors,
     exp,
+    smoothed,
     task_class,
 )
 from crt_exp.mechanism import Mechanism
@@ -275,8 +276,7 @@ class PTB(Task):
     @cached_property
     def unigram(self) -> np.ndarray:
         """Word frequencies of the training text with add-one smoothing, (V,)."""
-        counts = self.text.counts + 1.0
-        return counts / counts.sum()
+        return smoothed(self.text.counts)
 
     # ---- results
 

@@ -9,6 +9,7 @@ keys fails here, however well it models text.
 Notation: B rows of a batch, L tokens of a row, n predicted tokens, V symbols.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,6 +38,7 @@ from crt_exp.experiments.tasks.base import (
     Task,
     Tensors,
     exp,
+    smoothed,
     task_class,
 )
 from crt_exp.mechanism import Mechanism
@@ -81,7 +83,6 @@ class SymbolTask(SequenceTask):
     Attributes:
         causal: whether symbols are predicted from earlier symbols alone.
         predictable: number of symbols whose predictions count; these symbols have the first ids.
-        unigram: (predictable,) frequencies in the training rows, with add-one smoothing.
     """
 
     init: Annotated[str, Files(("scratch",))]
@@ -158,6 +159,14 @@ class SymbolTask(SequenceTask):
         return (batch["labels"] != IGNORED).sum()
 
     # ---- metrics
+
+    @abstractmethod
+    def counts(self) -> np.ndarray:
+        """Counts of the predictable symbols in training rows, (predictable,)."""
+
+    @cached_property
+    def unigram(self) -> np.ndarray:
+        return smoothed(self.counts())
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Loss in nats, perplexity and accuracy over predictable symbols.
@@ -253,9 +262,8 @@ class Recall(SymbolTask):
 
     # ---- metrics
 
-    @cached_property
-    def unigram(self) -> np.ndarray:
-        return np.full(self.symbols, 1 / self.symbols)
+    def counts(self) -> np.ndarray:
+        return np.zeros(self.symbols)
 
 
 def recall_row(

@@ -6,7 +6,6 @@ unigram baseline.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from crt_exp.experiments.data import DataError, protein
-from crt_exp.experiments.data.plan import by_length, token_batch
+from crt_exp.experiments.data.plan import by_length, counts_of, token_batch
 from crt_exp.experiments.data.protein import LETTERS, Chains, FamilyOptions, Singles
 from crt_exp.experiments.data.sources import stand_in, task_folder
 from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, task_class
@@ -130,9 +129,9 @@ class TrEMBL(SymbolTask):
             }
         return metrics | self.statistics()
 
-    @cached_property
-    def unigram(self) -> np.ndarray:
-        return protein.letter_frequencies(self.rows["train"])
+    def counts(self) -> np.ndarray:
+        rows = self.rows["train"]
+        return counts_of(rows.__getitem__, len(rows), protein.COUNTED, self.predictable)
 
     def statistics(self) -> Metrics:
         """Length statistics of each split (Performers Table 1).
