@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
+from pydantic import Field
 
 from crt_exp.experiments.data import DataError, Folder, images, numbered_lines
 from crt_exp.experiments.data.files import cached, key_of
@@ -31,6 +32,7 @@ from crt_exp.experiments.data.images import square_image
 from crt_exp.experiments.data.plan import SPLITS, row_sample
 from crt_exp.experiments.data.sources import refuse_data_dir
 from crt_exp.registry import ConfigError
+from crt_exp.validation import Count, NotNegative, Whole, check_options
 
 Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]
 HELD_OUT = 0.05  # validation share of train (image, text)
@@ -59,64 +61,83 @@ CURVES = 200
 PICTURES = 20
 
 
-# train, validation, test: examples. depth: 1 is the root of a tree. dashes, short: dashes of a long and a short curve.
-# distractors: short curves of a picture.
-LISTOPS = {
-    "train": 2000,
-    "validation": 500,
-    "test": 500,
-    "shortest": 8,
-    "longest": 64,
-    "depth": 4,
-    "arguments": 5,
-}
-PATHFINDER = {
-    "train": 4000,
-    "validation": 500,
-    "test": 500,
-    "size": 16,
-    "dashes": 3,
-    "short": 2,
-    "distractors": 1,
-    "dash": 3,
-    "gap": 1,
-    "apart": 3,
-    "turn": 0.6,
+class ListopsRules(TypedDict):
+    """Examples of each split, and rules of the trees; depth 1 is the root."""
+
+    train: Count
+    validation: Count
+    test: Count
+    shortest: Whole
+    longest: Count
+    depth: Count
+    arguments: Annotated[int, Field(ge=2)]
+
+
+class PathfinderRules(TypedDict):
+    """Examples of each split, and rules of the pictures.
+
+    dashes, short: dashes of a long and of a short curve. distractors: short curves of a picture.
+    """
+
+    train: Count
+    validation: Count
+    test: Count
+    size: Count
+    dashes: Count
+    short: Count
+    distractors: Whole
+    dash: Count
+    gap: Whole
+    apart: Count
+    turn: NotNegative
+
+
+RULES = {"listops": ListopsRules, "pathfinder": PathfinderRules}
+PICTURES_SMALL = PathfinderRules(
+    train=4000,
+    validation=500,
+    test=500,
+    size=16,
+    dashes=3,
+    short=2,
+    distractors=1,
+    dash=3,
+    gap=1,
+    apart=3,
+    turn=0.6,
+)
+PICTURES_FULL = {
+    "train": 160_000,
+    "validation": 20_000,
+    "test": 20_000,
+    "size": 32,
+    "dashes": 6,
+    "short": 3,
+    "distractors": 4,
 }
 PRESETS = {
     "listops": {
-        "small": LISTOPS,
-        "full": {
-            "train": 96_000,
-            "validation": 2000,
-            "test": 2000,
-            "shortest": 500,
-            "longest": 2000,
-            "depth": 10,
-            "arguments": 10,
-        },
+        "small": ListopsRules(
+            train=2000,
+            validation=500,
+            test=500,
+            shortest=8,
+            longest=64,
+            depth=4,
+            arguments=5,
+        ),
+        "full": ListopsRules(
+            train=96_000,
+            validation=2000,
+            test=2000,
+            shortest=500,
+            longest=2000,
+            depth=10,
+            arguments=10,
+        ),
     },
-    "pathfinder": {
-        "small": PATHFINDER,
-        "full": PATHFINDER
-        | {
-            "train": 160_000,
-            "validation": 20_000,
-            "test": 20_000,
-            "size": 32,
-            "dashes": 6,
-            "short": 3,
-            "distractors": 4,
-        },
-    },
+    "pathfinder": {"small": PICTURES_SMALL, "full": PICTURES_SMALL | PICTURES_FULL},
 }
-LEAST = {
-    "shortest": 0,
-    "distractors": 0,
-    "gap": 0,
-    "turn": 0,
-    "arguments": 2,
-}  # smallest value of a rule; others: 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,17 +221,7 @@ def generate_splits(
     Raises ConfigError for invalid rules, DataError for rules that give too few examples.
     """
     rules = PRESETS[dataset][scale] | changes
-    for name, value in changes.items():
-        kind = float if name == "turn" else int
-        if (
-            name not in PRESETS[dataset][scale]
-            or not isinstance(value, kind)
-            or value < LEAST.get(name, 1)
-        ):
-            raise ConfigError(
-                f"task.rules.{name}={value}: expected {kind.__name__} >= {LEAST.get(name, 1)}, of "
-                f"{', '.join(PRESETS[dataset][scale])}"
-            )
+    check_options("task.rules", RULES[dataset], rules)
     examples = listops_examples if dataset == "listops" else pathfinder_examples
 
     def make() -> dict[str, np.ndarray]:
@@ -223,27 +234,15 @@ def generate_splits(
 
     arrays = cached(cache_dir, key_of(f"{dataset} 3", rules), make)
     every = Labelled(np.split(arrays["symbols"], arrays["ends"][:-1]), arrays["labels"])
-    splits = {}
-    end = 0
-    for split in SPLITS:
-        start = end
-        end += rules[split]
-        splits[split] = every.take(np.arange(start, end))
-    return splits
+    ends = np.cumsum([rules[split] for split in SPLITS])
+    parts = np.split(np.arange(len(every)), ends[:-1])
+    return {split: every.take(part) for split, part in zip(SPLITS, parts)}
 
 
 def listops_examples(rules: dict[str, int]) -> tuple[list[np.ndarray], list[int]]:
     """Distinct ListOps sequences and values; raises DataError if the rules give too few."""
-    rows = []
-    labels = []
-    for words in distinct_sequences(rules, sum(rules[split] for split in SPLITS)):
-        rows.append(np.array([SYMBOLS.index(word) for word in words], np.uint8))
-        labels.append(listops_value(words))
-    return rows, labels
-
-
-def distinct_sequences(rules: dict[str, int], count: int) -> list[tuple[str, ...]]:
     rng = random.Random(0)
+    count = sum(rules[split] for split in SPLITS)
     sequences: dict[tuple[str, ...], None] = {}
     failures = 0  # in a row
     while len(sequences) < count:
@@ -258,7 +257,10 @@ def distinct_sequences(rules: dict[str, int], count: int) -> list[tuple[str, ...
                 f"task.rules: {len(sequences)} different sequences, expected {count}; set a smaller shortest, "
                 "a larger longest or depth, or fewer sequences"
             )
-    return list(sequences)
+    rows = []
+    for words in sequences:
+        rows.append(np.array([SYMBOLS.index(word) for word in words], np.uint8))
+    return rows, [listops_value(words) for words in sequences]
 
 
 def random_tree(rng: random.Random, rules: dict[str, int], depth: int, room: int) -> list[str]:
@@ -372,20 +374,14 @@ def read_pairs(path: Path) -> Labelled:
     for number, line in numbered_lines(path):
         label, *cells = line.split("\t")
         if len(cells) != 4 or label not in LABELS or not all(cells[2:]):
-            raise wrong_pair(path, number)
+            raise DataError(
+                f"{path}, line {number}: expected a label (0.0 or 1.0), two ids and two texts, "
+                f"separated by tabs; get the file from {PAGES['retrieval']}"
+            )
         labels.append(LABELS.index(label) % 2)
         for text in cells[2:]:
             rows.append(np.frombuffer(text.encode(), np.uint8))
-    if not rows:
-        raise wrong_pair(path, 1)
     return Labelled(rows, np.array(labels, np.int64))
-
-
-def wrong_pair(path: Path, line: int) -> DataError:
-    return DataError(
-        f"{path}, line {line}: expected a label (0.0 or 1.0), two ids and two texts, "
-        f"separated by tabs; get the file from {PAGES['retrieval']}"
-    )
 
 
 def read_grey_images(data_dir: Folder) -> Arena:
