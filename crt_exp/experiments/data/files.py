@@ -39,11 +39,8 @@ def is_hidden(name: str) -> bool:
 
 def subfolders(folder: str | Path) -> list[str]:
     """Names of the visible folders in a folder, sorted."""
-    names = []
-    for entry in os.scandir(folder):
-        if entry.is_dir() and not is_hidden(entry.name):
-            names.append(entry.name)
-    return sorted(names)
+    folders = filter(os.DirEntry.is_dir, os.scandir(folder))
+    return sorted(entry.name for entry in folders if not is_hidden(entry.name))
 
 
 def files_ending(folder: str | Path, endings: tuple[str, ...], deep: bool = True) -> list[Path]:

@@ -83,8 +83,8 @@ def load(dataset: str = DIGITS, data_dir: Folder = None) -> dict[str, Images]:
 
     Args:
         dataset: "digits", or a folder name in $CRT_DATA/images.
-        data_dir: the image folder itself. It holds train/<class>/ and val/<class>/, or only <class>/. Images may lie in
-            subfolders of a class.
+        data_dir: the image folder itself. It holds train/<class>/ and val/<class>/. If it holds only <class>/, val is
+            a fixed SHARE of each class. Images may lie in subfolders of a class.
 
     Raises:
         DataError: the folder is missing or has another layout.
@@ -95,27 +95,20 @@ def load(dataset: str = DIGITS, data_dir: Folder = None) -> dict[str, Images]:
     if root is None or not root.is_dir():
         raise missing_folder(dataset, root)
     if not all((root / split).is_dir() for split in SPLITS):
-        return split_folder(root)
+        wrong = [name for name in subfolders(root) if name.lower() in SPLIT_NAMES]
+        if wrong:
+            raise DataError(
+                f"{root}: folder {wrong[0]} looks like a split; expected train/<class>/ and "
+                "val/<class>/, or <class>/ only; rename it"
+            )
+        warn("%s: no train/ and val/; using a fifth of the images of each class as val", root)
+        return dict(zip(SPLITS, images_in(root).held_out(SHARE)))
     splits = {split: images_in(root / split) for split in SPLITS}
     if different := set(splits["train"].classes) ^ set(splits["val"].classes):
         raise DataError(
             f"{root}: {min(different)} is in only one of train/ and val/; expected the same classes"
         )
     return splits
-
-
-def split_folder(root: Path) -> dict[str, Images]:
-    """Splits of a folder with only <class>/: val is a fixed SHARE of each class."""
-    names = subfolders(root)
-    splits = [name for name in names if name.lower() in SPLIT_NAMES]
-    if splits:
-        raise DataError(
-            f"{root}: folder {splits[0]} looks like a split; expected train/<class>/ and "
-            "val/<class>/, or <class>/ only; rename it"
-        )
-    every = images_in(root)
-    warn("%s: no train/ and val/; using a fifth of the images of each class as val", root)
-    return dict(zip(SPLITS, every.held_out(SHARE)))
 
 
 def images_in(split: Path) -> Images:
@@ -141,12 +134,9 @@ def images_in(split: Path) -> Images:
 
 def missing_folder(dataset: str, root: Path | None) -> DataError:
     what = f"{root} is not there" if root else "CRT_DATA is not set"
-    source = SOURCES.get(f"images/{dataset}")
-    get = (
-        f"get {source.page} (`python -m crt_exp data fetch {source.name} --dir DIR`)"
-        if source
-        else "take your own"
-    )
+    get = "take your own"
+    if source := SOURCES.get(f"images/{dataset}"):
+        get = f"get {source.page} (`python -m crt_exp data fetch {source.name} --dir DIR`)"
     return DataError(
         f"task.dataset={dataset}: {what}: {get} as DIR/images/{dataset}/train/<class>/ and val/<class>/, "
         "and set CRT_DATA=DIR; or set task.data_dir to a folder of images"

@@ -14,12 +14,12 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 from torch import Tensor
@@ -101,7 +101,6 @@ class Sequences:
     repeated: np.ndarray  # (n,) bool
     files: np.ndarray  # (n,) uint32
     names: tuple[str, ...]
-    held: Any = field(default=None, repr=False)  # keeps a temporary folder alive
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -173,14 +172,11 @@ def read_files(files: Sequence[Path], cache_dir: Folder = None) -> Sequences:
         state = file.stat()
         states.append((str(file.absolute()), state.st_size, state.st_mtime_ns))
         names.append(re.sub(r"\.[^.]+(\.gz)?$", "", file.name, flags=re.IGNORECASE))
-    held = None if cache_dir else TemporaryDirectory(prefix="crt_exp-proteins-")
-    folder = cached_folder(
-        cache_dir or Path(held.name, "cache"),
-        key_of("proteins", LETTERS, ARRAYS, states),
-        partial(write_arrays, files),
-    )
-    arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in ARRAYS.items()}
-    return Sequences(**arrays, names=tuple(names), held=held)
+    key = key_of("proteins", LETTERS, ARRAYS, states)
+    with TemporaryDirectory(prefix="crt_exp-proteins-") as place:  # mapped files may be removed
+        folder = cached_folder(cache_dir or place, key, partial(write_arrays, files))
+        arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in ARRAYS.items()}
+    return Sequences(**arrays, names=tuple(names))
 
 
 def write_arrays(files: Sequence[Path], folder: Path) -> None:
@@ -359,14 +355,10 @@ def letter_masking() -> Masking:
 # ---- statistics ------------------------------------------------------------------------------------------------------
 def length_statistics(lengths: np.ndarray) -> dict[str, float]:
     """Length statistics of whole sequences (Performers Table 1)."""
-    return {
-        "sequences": len(lengths),
-        "length_min": int(lengths.min()),
-        "length_max": int(lengths.max()),
-        "length_mean": float(lengths.mean()),
-        "length_std": float(lengths.std()),
-        "length_median": float(np.median(lengths)),
-    }
+    statistics = {"sequences": len(lengths)}
+    for measure in (np.min, np.max, np.mean, np.std, np.median):
+        statistics[f"length_{measure.__name__}"] = measure(lengths).item()
+    return statistics
 
 
 # ---- generated families of sequences ---------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +146,13 @@ def lines_of(text: Paths, unknown: str = "[UNK]") -> Iterator[str]:
     for file in text_files(text):
         has_marks = file.suffix.lower() == ".tokens"
         for _, line in numbered_lines(file):
-            if line.strip():
-                yield untokenized(line, unknown) if has_marks else line
-
-
-def untokenized(line: str, unknown: str) -> str:
-    for mark in "-,.":
-        line = line.replace(f" @{mark}@ ", mark)
-    return line.replace("<unk>", unknown)
+            if not line.strip():
+                continue
+            if has_marks:
+                for mark in "-,.":
+                    line = line.replace(f" @{mark}@ ", mark)
+                line = line.replace("<unk>", unknown)
+            yield line
 
 
 def content(file: Path) -> str:
@@ -171,13 +169,8 @@ def hub_text(hub: Hub) -> Path:
     column = hub["column"]
     rows = load_rows(hub, hub["split"], ["column"])
     check_text(rows, column, f"{hub['name']} {hub['data_files'] or ''}".strip())
-    lines = partial(document_lines, rows[column])
-    return written_once(f"{key_of(rows._fingerprint, column)}.txt", lines)
-
-
-def document_lines(documents: Iterable[str]) -> Iterator[str]:
-    for document in documents:
-        yield from document.splitlines()
+    name = f"{key_of(rows._fingerprint, column)}.txt"
+    return written_once(name, lambda: chain.from_iterable(map(str.splitlines, rows[column])))
 
 
 def check_text(data: Any, column: str, name: str) -> None:
