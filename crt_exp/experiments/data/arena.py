@@ -31,7 +31,7 @@ from crt_exp.experiments.data.files import cached, key_of
 from crt_exp.experiments.data.images import square_image
 from crt_exp.experiments.data.plan import SPLITS, row_sample
 from crt_exp.experiments.data.sources import refuse_data_dir
-from crt_exp.registry import ConfigError
+from crt_exp.registry import ConfigError, read_yaml
 from crt_exp.validation import Count, NotNegative, Whole, check_options
 
 Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]
@@ -93,51 +93,8 @@ class PathfinderRules(TypedDict):
 
 
 RULES = {"listops": ListopsRules, "pathfinder": PathfinderRules}
-PICTURES_SMALL = PathfinderRules(
-    train=4000,
-    validation=500,
-    test=500,
-    size=16,
-    dashes=3,
-    short=2,
-    distractors=1,
-    dash=3,
-    gap=1,
-    apart=3,
-    turn=0.6,
-)
-PICTURES_FULL = {
-    "train": 160_000,
-    "validation": 20_000,
-    "test": 20_000,
-    "size": 32,
-    "dashes": 6,
-    "short": 3,
-    "distractors": 4,
-}
-PRESETS = {
-    "listops": {
-        "small": ListopsRules(
-            train=2000,
-            validation=500,
-            test=500,
-            shortest=8,
-            longest=64,
-            depth=4,
-            arguments=5,
-        ),
-        "full": ListopsRules(
-            train=96_000,
-            validation=2000,
-            test=2000,
-            shortest=500,
-            longest=2000,
-            depth=10,
-            arguments=10,
-        ),
-    },
-    "pathfinder": {"small": PICTURES_SMALL, "full": PICTURES_SMALL | PICTURES_FULL},
-}
+# of each set, by scale
+PRESETS = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 @dataclass(frozen=True, eq=False)

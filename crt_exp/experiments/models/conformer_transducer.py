@@ -34,7 +34,7 @@ from crt_exp.experiments.models.folder import (
     save_folder,
 )
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import ConfigError
+from crt_exp.registry import ConfigError, read_yaml
 from crt_exp.samplers.noise import no_autocast
 from crt_exp.validation import Count, NotNegative, check_options
 
@@ -69,39 +69,7 @@ class ConformerSizes(TypedDict):
     ctc: NotNegative  # weight of an additional CTC loss of the encoder in training; 0: none
 
 
-PRESETS = {
-    # Spoken digit strings on 2 cores. Without batch norm and the CTC loss, the loss stays at chance (14 nats a string)
-    # for hundreds of steps.
-    "small": ConformerSizes(
-        mels=40,
-        channels=16,
-        layers=3,
-        dim=96,
-        ffn=384,
-        heads=4,
-        kernel=15,
-        predictor=128,
-        joiner=128,
-        dropout=0.0,
-        norm="batch",
-        ctc=1.0,
-    ),
-    # the encoder of Performers' and Chefs' Random Tables' speech experiments
-    "paper": ConformerSizes(
-        mels=80,
-        channels=256,
-        layers=17,
-        dim=256,
-        ffn=1024,
-        heads=4,
-        kernel=31,
-        predictor=512,
-        joiner=1024,
-        dropout=0.1,
-        norm="batch",
-        ctc=0.0,
-    ),
-}
+PRESETS = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 def check_sizes(sizes: ConformerSizes) -> None:
