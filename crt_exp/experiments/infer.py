@@ -57,7 +57,6 @@ from crt_exp.experiments.data.labelled_text import text_columns
 from crt_exp.experiments.data.speech import (
     SHORTEST,
     AudioPart,
-    BadAudio,
     as_int16,
     audio_files,
     decode_audio,
@@ -197,7 +196,7 @@ def classify(options: ImageOptions) -> int:
     for file in files:
         try:
             pixels = classifier.transform(images.read_image(file))
-        except images.Unreadable as error:
+        except DataError as error:
             bad.append(error)
             continue
         probabilities = classifier.model(pixels[None])[0].float().softmax(-1)
@@ -219,9 +218,9 @@ def transcribe(options: AudioOptions) -> int:
         try:
             seconds = seconds_of(file, str(file))
             if seconds < SHORTEST:
-                raise BadAudio(f"{file}: {seconds:.3f} s, expected at least {SHORTEST} s")
+                raise DataError(f"{file}: {seconds:.3f} s, expected at least {SHORTEST} s")
             audio = as_int16(decode_audio(AudioPart(str(file), seconds), known.rate))
-        except BadAudio as error:
+        except DataError as error:
             bad.append(error)
             continue
         texts = []

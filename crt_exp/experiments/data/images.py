@@ -30,15 +30,11 @@ DIGITS_VAL = 360  # of 1797 images
 VALUES = 256  # pixel values of a channel
 
 
-class Unreadable(DataError):
-    """A file is not a complete image; the message names the file."""
-
-
 @dataclass(frozen=True, eq=False)
 class Images:
     """Images of a split.
 
-    `read(sources[i])` returns image i as a PIL.Image in RGB, or raises Unreadable.
+    `read(sources[i])` returns image i as a PIL.Image in RGB, or raises DataError.
     """
 
     classes: tuple[str, ...]
@@ -205,7 +201,7 @@ def read_row(rows: Any, column: str, row: int) -> Any:
 def read_image(source: str | Path | bytes | tuple[bytes, str]) -> Any:
     """Read an image as a PIL.Image in RGB, upright by its EXIF orientation.
 
-    Transparent pixels become white. source: a path, or the content of a file and its name. Raises Unreadable.
+    Transparent pixels become white. source: a path, or the content of a file and its name. Raises DataError.
     """
     from PIL import Image, ImageOps
 
@@ -229,7 +225,7 @@ def read_image(source: str | Path | bytes | tuple[bytes, str]) -> Any:
             return image.convert("RGB")
     except Exception as error:  # decoders differ in their errors
         reason = str(error) or type(error).__name__
-        raise Unreadable(f"{name}: not a readable image ({reason}).") from None
+        raise DataError(f"{name}: not a readable image ({reason}).") from None
 
 
 def read_pixels(pixels: np.ndarray) -> Any:
@@ -242,7 +238,7 @@ def read_pixels(pixels: np.ndarray) -> Any:
 
 
 def square_image(images: Images, i: int, side: int, channels: int) -> np.ndarray:
-    """Image i cropped and resized by `crop_square`; raises Unreadable."""
+    """Image i cropped and resized by `crop_square`; raises DataError."""
     name = f"image {i}" if images.read is read_pixels else os.fsdecode(images.sources[i])
     return crop_square(images.read(images.sources[i]), side, channels, name)
 

@@ -89,7 +89,7 @@ def image_batch(
     finish: Callable[[Tensor, Tensor, list[Generator]], dict[str, Tensor]],
     rows: np.ndarray,
 ) -> dict[str, Tensor]:
-    """Batch of some rows of images, in any process. Raises Unreadable.
+    """Batch of some rows of images, in any process. Raises DataError.
 
     Args:
         rng: row number to the generator of its augmentation.

@@ -61,10 +61,6 @@ class Utterance(NamedTuple):
         return sum(part.seconds for part in self.parts) + sum(self.gaps)
 
 
-class BadAudio(DataError):
-    """An utterance is unusable; the message names its file."""
-
-
 # ---- files -------------------------------------------------------------------------------------------------
 
 
@@ -109,7 +105,7 @@ def read_librispeech(subsets: Sequence[str], data_dir: Folder) -> Iterator[Utter
                 if name:
                     texts[path.parent / name] = text
         for name in texts.keys() - audio.keys():
-            raise BadAudio(f"{name}: a transcript without audio beside it")
+            raise DataError(f"{name}: a transcript without audio beside it")
         for name in sorted(audio, key=lambda name: name.name):
             yield utterance_of(audio[name], str(audio[name]), texts.get(name))
 
@@ -120,11 +116,11 @@ def utterance_of(
     text: str | None,
     content: Callable[[], bytes] | None = None,
 ) -> Utterance:
-    """Utterance of one file; raises BadAudio if it is unusable."""
+    """Utterance of one file; raises DataError if it is unusable."""
     part = AudioPart(name, seconds_of(source, name), content)
     words = (text or "").split()
     if not words:
-        raise BadAudio(f"{name}: no transcript")
+        raise DataError(f"{name}: no transcript")
     return Utterance(Path(name).stem, " ".join(words), (part,))
 
 
@@ -266,7 +262,7 @@ def content_of(rows: Any, i: int, column: str) -> bytes:
 
 
 def seconds_of(source: Path | io.BytesIO, name: str) -> float:
-    """Length by the header; raises BadAudio for invalid or truncated audio.
+    """Length by the header; raises DataError for invalid or truncated audio.
 
     Headers of compressed audio do not tell that audio is truncated; `decode_audio` does.
     """
@@ -276,16 +272,16 @@ def seconds_of(source: Path | io.BytesIO, name: str) -> float:
         with soundfile.SoundFile(source) as stream:
             for stated, present in SIZES.findall(stream.extra_info):
                 if int(present) < int(stated) < ENDLESS:
-                    raise BadAudio(f"{name}: truncated: {present} of {stated} bytes of audio")
+                    raise DataError(f"{name}: truncated: {present} of {stated} bytes of audio")
             return stream.frames / stream.samplerate
     except (soundfile.SoundFileError, OSError, TypeError) as error:
-        raise BadAudio(f"{name}: not readable: {error}") from None
+        raise DataError(f"{name}: not readable: {error}") from None
 
 
 def decode_audio(part: AudioPart, rate: int) -> np.ndarray:
     """Mono audio (samples,) float32 at `rate`; channels are averaged.
 
-    Raises BadAudio for unreadable or truncated audio.
+    Raises DataError for unreadable or truncated audio.
     """
     import soundfile
 
@@ -293,12 +289,12 @@ def decode_audio(part: AudioPart, rate: int) -> np.ndarray:
         source = part.name if part.content is None else io.BytesIO(part.content())
         audio, own = soundfile.read(source, dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, OSError, ValueError) as error:
-        raise BadAudio(f"{part.name}: not readable: {error}") from None
+        raise DataError(f"{part.name}: not readable: {error}") from None
     if len(audio) < round(part.seconds * own):
-        raise BadAudio(f"{part.name}: truncated: {len(audio) / own:.3f} of {part.seconds:.3f} s")
+        raise DataError(f"{part.name}: truncated: {len(audio) / own:.3f} of {part.seconds:.3f} s")
     peak = np.abs(audio).max()
     if not peak <= LOUDEST:
-        raise BadAudio(
+        raise DataError(
             f"{part.name}: samples up to {peak:g}; expected -1 to 1; divide 16-bit numbers by 32768"
         )
     return resample(audio.mean(1), own, rate)
@@ -313,7 +309,7 @@ def resample(audio: np.ndarray, own: int, rate: int) -> np.ndarray:
 def audio_of(utterance: Utterance, rate: int, speed: float = 1.0) -> np.ndarray:
     """Audio of an utterance, (samples,) float32.
 
-    speed: 1.1 is 10% faster and higher in pitch. Raises BadAudio, naming the file.
+    speed: 1.1 is 10% faster and higher in pitch. Raises DataError, naming the file.
     """
     pieces = []
     for i, part in enumerate(utterance.parts):
@@ -332,12 +328,12 @@ def pad_audio(rows: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def checked_lengths(utterances: Iterable[Utterance]) -> list[Utterance]:
-    """The utterances; raises BadAudio for the first one that is too short."""
+    """The utterances; raises DataError for the first one that is too short."""
     utterances = list(utterances)
     for utterance in utterances:
         if utterance.seconds < SHORTEST:
             name = utterance.parts[0].name
-            raise BadAudio(f"{name}: {utterance.seconds:.3f} s, expected at least {SHORTEST} s")
+            raise DataError(f"{name}: {utterance.seconds:.3f} s, expected at least {SHORTEST} s")
     return utterances
 
 

@@ -319,9 +319,18 @@ class ConformerTransducer(nn.Module):
         encoded, lengths = self.encoder(audio, samples, bands, spans)
         losses = None if targets is None else self.losses(encoded, lengths, targets, target_lengths)
         if self.training and self.ctc is not None and losses is not None:
-            losses = losses + self.weight * self.ctc_losses(
-                encoded, lengths, targets, target_lengths
+            # CTC (Graves et al., 2006); 0 for a transcript that is too long for its frames
+            logs = self.ctc(encoded).float().log_softmax(-1).transpose(0, 1)  # (T, B, V)
+            ctc_losses = F.ctc_loss(
+                logs,
+                targets.long(),
+                lengths,
+                target_lengths.long(),
+                self.blank,
+                "none",
+                zero_infinity=True,
             )
+            losses = losses + self.weight * ctc_losses
         return losses if search is None else (losses, search(self, encoded, lengths))
 
     def losses(
@@ -336,24 +345,6 @@ class ConformerTransducer(nn.Module):
         target_lengths = target_lengths.int()
         return rnnt_loss(
             logits.float(), targets.int(), lengths, target_lengths, self.blank, reduction="none"
-        )
-
-    def ctc_losses(
-        self, encoded: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor
-    ) -> Tensor:
-        """CTC loss (B,) of each transcript (Graves et al., 2006).
-
-        0 for a transcript that is too long for its frames, which only the transducer loss supports.
-        """
-        logs = self.ctc(encoded).float().log_softmax(-1).transpose(0, 1)  # (T, B, V)
-        return F.ctc_loss(
-            logs,
-            targets.long(),
-            lengths,
-            target_lengths.long(),
-            self.blank,
-            "none",
-            zero_infinity=True,
         )
 
 

@@ -228,11 +228,6 @@ class MLM(Task):
             options["n_inner"] = options.pop("intermediate_size")
         with encoders.buildable(f"task.sizes={dict(self.sizes)}"):
             config = kind(**options)
-            if config.hidden_size % config.num_attention_heads:
-                raise ConfigError(
-                    f"task.sizes.hidden_size={config.hidden_size}: expected a multiple of "
-                    f"num_attention_heads={config.num_attention_heads}"
-                )
             with torch.device("meta"):  # uses neither memory nor random numbers
                 transformers.AutoModel.from_config(config)
         return config
