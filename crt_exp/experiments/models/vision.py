@@ -40,6 +40,8 @@ SIZES = {"patch": "patch_size", "width": "embed_dim", "depth": "depth", "heads":
 # of ImageNet
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
+# arguments of timm's transforms; crop_pct: fraction of a side that the centre crop keeps
+PREPROCESSING = {"crop_pct": 1.0, "interpolation": "bicubic", "mean": MEAN, "std": STD}
 ATTENTION = "attention.safetensors"
 HEAD = (
     "head.",
@@ -76,10 +78,7 @@ class VisionDescription:
     size: int  # pixels of a side of the images
     options: dict[str, Any] = field(default_factory=dict)
     classes: tuple[str, ...] | None = None
-    mean: tuple[float, ...] = MEAN
-    std: tuple[float, ...] = STD
-    crop: float = 1.0  # fraction of a side that the centre crop keeps
-    interpolation: str = "bicubic"
+    preprocessing: dict[str, Any] = field(default_factory=PREPROCESSING.copy)
 
     def make(self, **options: Any) -> nn.Module:
         """Build the model with random weights and exact attention.
@@ -105,13 +104,7 @@ class VisionDescription:
         """The evaluation transform: PIL.Image -> tensor (3, size, size)."""
         from timm.data import create_transform
 
-        return create_transform(
-            self.size,
-            interpolation=self.interpolation,
-            mean=self.mean,
-            std=self.std,
-            crop_pct=self.crop,
-        )
+        return create_transform(self.size, **self.preprocessing)
 
     # ---- config.json
 
@@ -121,10 +114,7 @@ class VisionDescription:
         config = {
             "input_size": [3, self.size, self.size],
             "fixed_input_size": True,
-            "crop_pct": self.crop,
-            "interpolation": self.interpolation,
-            "mean": self.mean,
-            "std": self.std,
+            **self.preprocessing,
             "num_classes": count,
             "label_names": self.classes,
             "first_conv": "patch_embed.proj",
@@ -171,16 +161,8 @@ class VisionDescription:
     ) -> "VisionDescription":
         """Build from a pretrained_cfg of timm."""
         names = config.get("label_names") or [str(i) for i in range(config.get("num_classes") or 0)]
-        return cls(
-            model,
-            config["input_size"][-1],
-            options,
-            tuple(names) or None,
-            tuple(config["mean"]),
-            tuple(config["std"]),
-            config.get("crop_pct") or 1.0,
-            config.get("interpolation") or "bicubic",
-        )
+        read = {key: config.get(key) or default for key, default in PREPROCESSING.items()}
+        return cls(model, config["input_size"][-1], options, tuple(names) or None, read)
 
 
 def check_patch(size: int, patch: int) -> None:

@@ -192,7 +192,7 @@ class ImageNet(ImageTask):
             classes=self.classes,
             size=self.size or description.size,
             options=options,
-            crop=self.crop,
+            preprocessing=description.preprocessing | {"crop_pct": self.crop},
         )
 
     def build(self, mechanism: Mechanism) -> nn.Module:
@@ -306,9 +306,7 @@ def training_transform(augment: ImageAugment, description: vision.VisionDescript
             auto_augment=augment["policy"],
             re_prob=augment["erase"],
             re_mode="pixel",
-            interpolation=description.interpolation,
-            mean=description.mean,
-            std=description.std,
+            **description.preprocessing,
         )
     except (AssertionError, ValueError, KeyError, IndexError):
         raise ConfigError(
