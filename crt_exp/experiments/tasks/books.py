@@ -81,22 +81,22 @@ class Books(SymbolTask):
         if len(texts) == 1:
             texts = texts["train"].held_out(HELD_OUT, apart)
         self.data = {}
-        for split, text in texts.items():
-            if apart:
-                self.data[split] = Rows.of_lines(text, self.max_length, self.end)
-            else:
-                whole = split != "train"
-                self.data[split] = Rows.packed(text, self.max_length, self.end, whole=whole)
-        if short := next((split for split, data in self.data.items() if not len(data)), None):
-            raise DataError(
-                f"task.max_length={self.max_length}: {short} has only {len(texts[short].tokens)} tokens; "
-                "use a longer text, or a smaller value"
-            )
         self.places = {}
-        for split, data in self.data.items():
+        for split, text in texts.items():
+            whole = split != "train"
+            if apart:
+                data = Rows.of_lines(text, self.max_length, self.end)
+            else:
+                data = Rows.packed(text, self.max_length, self.end, whole)
             count = len(data)
-            if split != "train" and self.evaluated is not None:
+            if not count:
+                raise DataError(
+                    f"task.max_length={self.max_length}: {split} has only {len(text.tokens)} tokens; "
+                    "use a longer text, or a smaller value"
+                )
+            if whole and self.evaluated is not None:
                 count = min(count, self.evaluated)
+            self.data[split] = data
             self.places[split] = np.linspace(0, len(data) - 1, count).round().astype(np.int64)
 
     # ---- text
