@@ -74,6 +74,13 @@ class Images:
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
+def image_folders(dataset: str, data_dir: Folder) -> list[Path | None]:
+    """The folder that `load` reads, if any: the digits are embedded."""
+    if dataset == DIGITS and data_dir is None:
+        return []
+    return [task_folder(f"images/{dataset}", data_dir)]
+
+
 def load(dataset: str = DIGITS, data_dir: Folder = None) -> dict[str, Images]:
     """Splits "train" and "val" of an image folder, or of the embedded digits.
 
@@ -85,9 +92,10 @@ def load(dataset: str = DIGITS, data_dir: Folder = None) -> dict[str, Images]:
     Raises:
         DataError: the folder is missing or has another layout.
     """
-    if dataset == DIGITS and data_dir is None:
+    folders = image_folders(dataset, data_dir)
+    if not folders:
         return digits()
-    root = task_folder(f"images/{dataset}", data_dir)
+    (root,) = folders
     if root is None or not root.is_dir():
         raise missing_folder(dataset, root)
     if not all((root / split).is_dir() for split in SPLITS):

@@ -81,7 +81,7 @@ class Books(SymbolTask):
         if len(texts) == 1:
             texts = texts["train"].held_out(HELD_OUT, apart)
         self.data = {}
-        self.places = {}
+        self.splits = {}
         for split, text in texts.items():
             whole = split != "train"
             if apart:
@@ -97,7 +97,7 @@ class Books(SymbolTask):
             if whole and self.evaluated is not None:
                 count = min(count, self.evaluated)
             self.data[split] = data
-            self.places[split] = np.linspace(0, len(data) - 1, count).round().astype(np.int64)
+            self.splits[split] = np.linspace(0, len(data) - 1, count).round().astype(np.int64)
 
     # ---- text
 
@@ -113,12 +113,9 @@ class Books(SymbolTask):
 
     # ---- rows
 
-    def length(self, split: str) -> int:
-        return len(self.places[split])
-
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data = self.data[split]
-        places = self.places[split]
+        places = self.splits[split]
         if split == "train" and self.rows == "apart":
             batches = bucketed(data.lengths, plan)
         else:
@@ -144,7 +141,7 @@ class Books(SymbolTask):
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         metrics = super().evaluate(model, split, reader)
-        ratio = self.data[split].tokens_per_word(self.places[split])
+        ratio = self.data[split].tokens_per_word(self.splits[split])
         return metrics | {
             "word_perplexity": exp(metrics["loss"] * ratio),
             "tokens_per_word": ratio,

@@ -83,12 +83,9 @@ class ImageTask(Task):
             self.workers = 0
 
     def inputs(self) -> list[Path | None]:
-        if self.hub["name"] is not None or self.dataset == data.DIGITS and self.data_dir is None:
+        if self.hub["name"] is not None:
             return []
-        return [task_folder(f"images/{self.dataset}", self.data_dir)]
-
-    def length(self, split: str) -> int:
-        return len(self.splits[split])
+        return data.image_folders(self.dataset, self.data_dir)
 
     def read(
         self,

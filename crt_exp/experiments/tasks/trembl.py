@@ -70,10 +70,10 @@ class TrEMBL(SymbolTask):
             self.sequences, self.held_out(), self.validation_share, self.test_share
         )
         kind = Chains if self.chains else Singles
-        self.rows = {
+        self.splits = {
             name: kind(self.sequences, rows, self.max_length) for name, rows in split.items()
         }
-        if empty := [name for name, rows in self.rows.items() if not len(rows)]:
+        if empty := [name for name, rows in self.splits.items() if not len(rows)]:
             raise DataError(
                 f"task.max_length={self.max_length}: {empty[0]} has too few symbols for one row"
             )
@@ -103,11 +103,8 @@ class TrEMBL(SymbolTask):
             return protein.held_out_by_family(self.sequences, self.families)
         return protein.held_out_by_file(self.sequences, self.held_out_files)
 
-    def length(self, split: str) -> int:
-        return len(self.rows[split])
-
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
-        data = self.rows[split]
+        data = self.splits[split]
         for numbers in by_length(data.lengths, split, plan, group_lengths=True):
             rows = [data[i] for i in numbers]
             if self.causal:
@@ -123,14 +120,14 @@ class TrEMBL(SymbolTask):
         metrics = super().evaluate(model, split, reader)
         if split != "test":
             return metrics
-        if "ood" in self.rows:
+        if "ood" in self.splits:
             metrics |= {
                 f"{key}_ood": value for key, value in super().evaluate(model, "ood", reader).items()
             }
         return metrics | self.statistics()
 
     def counts(self) -> np.ndarray:
-        rows = self.rows["train"]
+        rows = self.splits["train"]
         return counts_of(rows.__getitem__, len(rows), protein.COUNTED, self.predictable)
 
     def statistics(self) -> Metrics:
@@ -139,7 +136,7 @@ class TrEMBL(SymbolTask):
         With task.chains they are statistics of rows, else of whole sequences.
         """
         result = {}
-        for split, rows in self.rows.items():
+        for split, rows in self.splits.items():
             lengths = rows.lengths if self.chains else self.sequences.lengths[rows.rows]
             result |= {
                 f"{split}_{key}": value for key, value in protein.length_statistics(lengths).items()
