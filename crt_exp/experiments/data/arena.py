@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import Field
 
 from crt_exp.experiments.data import DataError, Folder, images, numbered_lines
-from crt_exp.experiments.data.files import cached, key_of
+from crt_exp.experiments.data.files import Arrays, cached
 from crt_exp.experiments.data.images import square_image
 from crt_exp.experiments.data.plan import SPLITS, row_sample
 from crt_exp.experiments.data.sources import refuse_data_dir
@@ -181,7 +181,7 @@ def generate_splits(
     check_options("task.rules", RULES[dataset], rules)
     examples = listops_examples if dataset == "listops" else pathfinder_examples
 
-    def make() -> dict[str, np.ndarray]:
+    def make() -> Arrays:
         rows, labels = examples(rules)
         return {
             "symbols": np.concatenate(rows),
@@ -189,14 +189,14 @@ def generate_splits(
             "labels": np.array(labels, np.int64),
         }
 
-    arrays = cached(cache_dir, key_of(f"{dataset} 3", rules), make)
+    arrays = cached(cache_dir, make, f"{dataset} 3", rules)
     every = Labelled(np.split(arrays["symbols"], arrays["ends"][:-1]), arrays["labels"])
     ends = np.cumsum([rules[split] for split in SPLITS])
     parts = np.split(np.arange(len(every)), ends[:-1])
     return {split: every.take(part) for split, part in zip(SPLITS, parts)}
 
 
-def listops_examples(rules: dict[str, int]) -> tuple[list[np.ndarray], list[int]]:
+def listops_examples(rules: ListopsRules) -> tuple[list[np.ndarray], list[int]]:
     """Distinct ListOps sequences and values; raises DataError if the rules give too few."""
     rng = random.Random(0)
     count = sum(rules[split] for split in SPLITS)
@@ -220,7 +220,7 @@ def listops_examples(rules: dict[str, int]) -> tuple[list[np.ndarray], list[int]
     return rows, [listops_value(words) for words in sequences]
 
 
-def random_tree(rng: random.Random, rules: dict[str, int], depth: int, room: int) -> list[str]:
+def random_tree(rng: random.Random, rules: ListopsRules, depth: int, room: int) -> list[str]:
     """Symbols of a random tree; empty if the tree has more than `room` symbols."""
     if depth >= rules["depth"] or rng.random() > 0.25:
         return [str(rng.randrange(10))] if room else []
@@ -248,7 +248,7 @@ def listops_value(words: Sequence[str]) -> int:
     return open_lists[0][1][0]
 
 
-def pathfinder_examples(rules: dict[str, Any]) -> tuple[list[np.ndarray], list[int]]:
+def pathfinder_examples(rules: PathfinderRules) -> tuple[list[np.ndarray], list[int]]:
     """Pathfinder pictures and labels; every second picture of a split has label 1.
 
     Raises DataError if the curves do not fit into a picture.
@@ -263,7 +263,7 @@ def pathfinder_examples(rules: dict[str, Any]) -> tuple[list[np.ndarray], list[i
     return rows, labels
 
 
-def draw_picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np.ndarray:
+def draw_picture(rules: PathfinderRules, joined: bool, rng: np.random.Generator) -> np.ndarray:
     """Picture (size, size) uint8: curves, and a dot on each of two ends."""
     attempts = (place_curves(rules, rng) for _ in range(PICTURES))
     curves = next(filter(None, attempts), None)
@@ -280,7 +280,7 @@ def draw_picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) 
     return image
 
 
-def place_curves(rules: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray] | None:
+def place_curves(rules: PathfinderRules, rng: np.random.Generator) -> list[np.ndarray] | None:
     """Pixels (., 2) of each curve from end to end, the two long curves first.
 
     None: a curve does not fit.
@@ -297,7 +297,7 @@ def place_curves(rules: dict[str, Any], rng: np.random.Generator) -> list[np.nda
 
 
 def random_curve(
-    rules: dict[str, Any], dashes: int, taken: np.ndarray, rng: np.random.Generator
+    rules: PathfinderRules, dashes: int, taken: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray | None:
     """Pixels of a random curve of `dashes` dashes.
 

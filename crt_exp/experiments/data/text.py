@@ -22,7 +22,7 @@ from torch import Tensor
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import DataError, Folder, numbered_lines
-from crt_exp.experiments.data.files import cached, files_ending, key_of
+from crt_exp.experiments.data.files import Arrays, cached, files_ending, key_of, sha256
 from crt_exp.experiments.data.plan import IGNORED
 from crt_exp.experiments.data.sources import (
     SOURCES,
@@ -99,7 +99,7 @@ def wordnet_file() -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as part:
             part.write_text("\n".join([*lines, ""]))
-    if content(path) != WORDNET_DIGEST:
+    if sha256(path) != WORDNET_DIGEST:
         raise DataError(
             f"{path}: expected the definitions of timm 1.0.31; install timm 1.0.31 and remove this file"
         )
@@ -155,11 +155,6 @@ def lines_of(text: Paths, unknown: str = "[UNK]") -> Iterator[str]:
             yield line
 
 
-def content(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def hub_text(hub: Hub) -> Path:
     """Text file of the column `hub["column"]` of a Hugging Face data set, written once.
 
@@ -184,16 +179,6 @@ def check_text(data: Any, column: str, name: str) -> None:
                 f"{name}, row {number}: column {column} is {value!r}, read as {type(value).__name__}; "
                 "expected text; fix or remove the row"
             )
-
-
-def content_key(cache_dir: Folder, text: Paths, *parts: Any) -> str:
-    """Cache key of a result that depends on a text and `parts`.
-
-    Without a cache, the function reads no text.
-    """
-    if cache_dir is None:
-        return key_of(*parts)
-    return key_of(*parts, *(f"{file.suffix}:{content(file)}" for file in text_files(text)))
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers
@@ -254,7 +239,7 @@ def running_blocks(
     does not fill one block.
     """
 
-    def make() -> dict[str, np.ndarray]:
+    def make() -> Arrays:
         tokens = array("i")
         for ids in token_lists(
             (line + end for line in lines_of(text, tokenizer.unk_token or "<unk>")), tokenizer
@@ -262,8 +247,8 @@ def running_blocks(
             tokens.extend(ids)
         return {"tokens": np.array(tokens, np.int32)}
 
-    key = content_key(cache_dir, text, "tokens 1", end, fingerprint(tokenizer))
-    tokens = cached(cache_dir, key, make)["tokens"]
+    key = ("tokens 1", end, fingerprint(tokenizer))
+    tokens = cached(cache_dir, make, *key, files=text_files(text))["tokens"]
     if len(tokens) < length:
         raise DataError(
             f"the text has {len(tokens)} tokens, fewer than a block of {length}; use a longer text or a "
