@@ -56,12 +56,13 @@ from crt_exp.experiments.data.files import IMAGES, check_cells, files_ending, re
 from crt_exp.experiments.data.labelled_text import text_columns
 from crt_exp.experiments.data.speech import (
     SHORTEST,
-    AudioPart,
+    Utterance,
     as_int16,
     audio_files,
-    decode_audio,
+    audio_of,
+    audio_part,
+    checked_lengths,
     pad_audio,
-    seconds_of,
 )
 from crt_exp.experiments.models import encoders, language, vision
 from crt_exp.experiments.models.folder import (
@@ -216,10 +217,9 @@ def transcribe(options: AudioOptions) -> int:
     model = known.build(tensors)
     for file in files:
         try:
-            seconds = seconds_of(file, str(file))
-            if seconds < SHORTEST:
-                raise DataError(f"{file}: {seconds:.3f} s, expected at least {SHORTEST} s")
-            audio = as_int16(decode_audio(AudioPart(str(file), seconds), known.rate))
+            utterance = Utterance(file.stem, "", (audio_part(str(file)),))
+            checked_lengths([utterance])
+            audio = as_int16(audio_of(utterance, known.rate))
         except DataError as error:
             bad.append(error)
             continue

@@ -107,28 +107,22 @@ def read_librispeech(subsets: Sequence[str], data_dir: Folder) -> Iterator[Utter
         for name in texts.keys() - audio.keys():
             raise DataError(f"{name}: a transcript without audio beside it")
         for name in sorted(audio, key=lambda name: name.name):
-            yield utterance_of(audio[name], str(audio[name]), texts.get(name))
+            yield utterance_of(audio_part(str(audio[name])), texts.get(name))
 
 
-def utterance_of(
-    source: Path | io.BytesIO,
-    name: str,
-    text: str | None,
-    content: Callable[[], bytes] | None = None,
-) -> Utterance:
-    """Utterance of one file; raises DataError if it is unusable."""
-    part = AudioPart(name, seconds_of(source, name), content)
+def utterance_of(part: AudioPart, text: str | None) -> Utterance:
+    """Utterance of one file; raises DataError if it has no transcript."""
     words = (text or "").split()
     if not words:
-        raise DataError(f"{name}: no transcript")
-    return Utterance(Path(name).stem, " ".join(words), (part,))
+        raise DataError(f"{part.name}: no transcript")
+    return Utterance(Path(part.name).stem, " ".join(words), (part,))
 
 
 def table_utterances(path: str | Path, split: str) -> Iterator[Utterance]:
     """Utterances of one split of your own table."""
     table = read_table(Path(path).expanduser())
     for audio, text in table[table.split == split][["audio", "text"]].itertuples(index=False):
-        yield utterance_of(Path(audio), audio, text)
+        yield utterance_of(audio_part(audio), text)
 
 
 def read_table(path: Path):
@@ -188,7 +182,7 @@ def read_recordings(data_dir: Folder) -> list[AudioPart]:
         raise DataError(
             f"{wrong[0]}: expected a name like <digit>_<speaker>_<index>.wav; remove the file"
         )
-    return [AudioPart(str(path), seconds_of(path, str(path))) for path in files]
+    return [audio_part(str(path)) for path in files]
 
 
 def digit_strings(every: list[AudioPart], split: str, count: int) -> list[Utterance]:
@@ -243,15 +237,11 @@ def hub_utterances(hub: SpeechHub, split: str) -> Iterator[Utterance]:
         ) from None
     for i, row in enumerate(rows):
         audio = row[hub["audio"]] or {}
-        text = row[hub["text"]]
-        path = audio.get("path")
         in_memory = audio.get("bytes")
-        name = path or f"row-{i}"
-        if in_memory is None:
-            yield utterance_of(Path(name), name, text)
-        else:
-            content = partial(content_of, rows, i, hub["audio"])
-            yield utterance_of(io.BytesIO(in_memory), name, text, content)
+        part = audio_part(audio.get("path") or f"row-{i}", in_memory)
+        if in_memory is not None:
+            part = part._replace(content=partial(content_of, rows, i, hub["audio"]))
+        yield utterance_of(part, row[hub["text"]])
 
 
 def content_of(rows: Any, i: int, column: str) -> bytes:
@@ -261,19 +251,20 @@ def content_of(rows: Any, i: int, column: str) -> bytes:
 # ---- audio -------------------------------------------------------------------------------------------------
 
 
-def seconds_of(source: Path | io.BytesIO, name: str) -> float:
-    """Length by the header; raises DataError for invalid or truncated audio.
+def audio_part(name: str, content: bytes | None = None) -> AudioPart:
+    """A whole file with its length by the header, from its content if given.
 
+    Raises DataError for invalid or truncated audio.
     Headers of compressed audio do not tell that audio is truncated; `decode_audio` does.
     """
     import soundfile
 
     try:
-        with soundfile.SoundFile(source) as stream:
+        with soundfile.SoundFile(name if content is None else io.BytesIO(content)) as stream:
             for stated, present in SIZES.findall(stream.extra_info):
                 if int(present) < int(stated) < ENDLESS:
                     raise DataError(f"{name}: truncated: {present} of {stated} bytes of audio")
-            return stream.frames / stream.samplerate
+            return AudioPart(name, stream.frames / stream.samplerate)
     except (soundfile.SoundFileError, OSError, TypeError) as error:
         raise DataError(f"{name}: not readable: {error}") from None
 

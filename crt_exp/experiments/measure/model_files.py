@@ -235,7 +235,7 @@ def read_utterances(source: str) -> list[speech.Utterance]:
             utterances += speech.table_utterances(path, split)
     else:
         for file in speech.audio_files(source, "task.audio"):
-            part = speech.AudioPart(str(file), speech.seconds_of(file, str(file)))
+            part = speech.audio_part(str(file))
             utterances.append(speech.Utterance(file.stem, "", (part,)))
     if not utterances:
         raise DataError(f"task.audio={source}: no utterances; expected at least one")

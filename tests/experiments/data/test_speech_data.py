@@ -13,8 +13,8 @@ from crt_exp.experiments.data import DataError, speech, warn
 from crt_exp.experiments.data.speech import (
     AudioPart,
     Utterance,
+    audio_part,
     decode_audio,
-    seconds_of,
 )
 from crt_exp.experiments.data.vocabularies import Symbols
 
@@ -101,7 +101,7 @@ def test_truncated_audio_is_never_taken_for_shorter_audio(suffix, tmp_path):
     soundfile.write(path, tone(400, 1.0), 8000)
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 5])
     with pytest.raises(DataError, match="truncated|not readable"):
-        speech.audio_of(Utterance("a", "A", (AudioPart(str(path), seconds_of(path, "a")),)), 8000)
+        speech.audio_of(Utterance("a", "A", (audio_part(str(path)),)), 8000)
 
 
 @pytest.mark.parametrize(
@@ -201,14 +201,14 @@ def write_wav(path, riff, data, chunks=b""):
 def test_a_piped_wav_is_as_long_as_its_file(riff, data, chunks, tmp_path):
     """A program that writes into a pipe (ffmpeg, sox, arecord) cannot go back to the two sizes in the header."""
     path = write_wav(tmp_path / "a.wav", riff, data, chunks)
-    assert seconds_of(path, "a") == 2
+    assert audio_part(str(path)).seconds == 2
     actual = speech.as_int16(decode_audio(AudioPart(str(path), 2.0), 8000))
     assert np.array_equal(actual, SAMPLES)
 
 
 def test_a_wav_whose_header_states_a_size_beyond_the_file_is_truncated(tmp_path):
     with pytest.raises(DataError, match="a.wav: truncated: 32000 of 64000"):
-        seconds_of(write_wav(tmp_path / "a.wav", 64036, 64000), "a.wav")
+        audio_part(str(write_wav(tmp_path / "a.wav", 64036, 64000)))
 
 
 def test_random_intervals_reach_both_ends_and_their_share():
