@@ -250,42 +250,36 @@ class Recall(SymbolTask):
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         for chosen in plan.rows(self.length(split), split):
-            rows = [
-                recall_row(split, i, self.block, self.symbols, self.pairs, self.asked)
-                for i in chosen
-            ]
-            tokens, labels = zip(*rows)
+            tokens, labels = zip(*[self.row(split, i) for i in chosen])
             yield {
                 "tokens": torch.from_numpy(np.stack(tokens)),
                 "labels": torch.from_numpy(np.stack(labels)),
             }
 
+    def row(self, split: str, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and labels (L,) of row i.
+
+        The first symbols are values, then come keys, then noise.
+        """
+        rng = np.random.default_rng([SPLITS[split], self.block, self.pairs, i])
+        n = self.symbols
+        tokens = rng.integers(2 * n, 2 * n + NOISE, self.block)
+        labels = np.full(self.block, IGNORED)
+        keys = n + rng.permutation(n)[: self.pairs]
+        values = rng.integers(0, n, self.pairs)
+        asked = rng.integers(0, self.pairs, self.asked)
+        slots = self.block // 2  # of two tokens
+        pair_slots = slots * self.pairs // (self.pairs + self.asked)  # those before queries
+        places = 2 * rng.permutation(pair_slots)[: self.pairs]
+        later = 2 * (pair_slots + rng.permutation(slots - pair_slots)[: self.asked])
+        tokens[places] = keys
+        tokens[places + 1] = values
+        tokens[later] = keys[asked]
+        tokens[later + 1] = values[asked]
+        labels[later] = values[asked]
+        return tokens, labels
+
     # ---- metrics
 
     def counts(self) -> np.ndarray:
         return np.zeros(self.symbols)
-
-
-def recall_row(
-    split: str, i: int, length: int, symbols: int, pairs: int, queries: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and labels (L,) of row i.
-
-    The first symbols are values, then come keys, then noise.
-    """
-    rng = np.random.default_rng([SPLITS[split], length, pairs, i])
-    n = symbols
-    tokens = rng.integers(2 * n, 2 * n + NOISE, length)
-    labels = np.full(length, IGNORED)
-    keys = n + rng.permutation(n)[:pairs]
-    values = rng.integers(0, n, pairs)
-    asked = rng.integers(0, pairs, queries)
-    pair_slots = length // 2 * pairs // (pairs + queries)  # two-token slots before queries
-    places = 2 * rng.permutation(pair_slots)[:pairs]
-    later = 2 * (pair_slots + rng.permutation(length // 2 - pair_slots)[:queries])
-    tokens[places] = keys
-    tokens[places + 1] = values
-    tokens[later] = keys[asked]
-    tokens[later + 1] = values[asked]
-    labels[later] = values[asked]
-    return tokens, labels
