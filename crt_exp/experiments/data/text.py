@@ -12,7 +12,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -163,22 +163,17 @@ def hub_text(hub: Hub) -> Path:
     """
     column = hub["column"]
     rows = load_rows(hub, hub["split"], ["column"])
-    check_text(rows, column, f"{hub['name']} {hub['data_files'] or ''}".strip())
-    name = f"{key_of(rows._fingerprint, column)}.txt"
-    return written_once(name, lambda: chain.from_iterable(map(str.splitlines, rows[column])))
 
+    def lines() -> Iterator[str]:
+        for number, document in enumerate(rows[column], 1):
+            if not isinstance(document, str):
+                raise DataError(
+                    f"{hub['name']} {hub['data_files'] or ''}, row {number}: column {column} is {document!r}, "
+                    f"read as {type(document).__name__}; expected text; fix or remove the row"
+                )
+            yield from document.splitlines()
 
-def check_text(data: Any, column: str, name: str) -> None:
-    """Raise DataError if a row is not text, such as null, a number or a date."""
-    kind = getattr(data.features[column], "dtype", None)
-    if kind in ("string", "large_string") and not data.data.column(column).null_count:
-        return
-    for number, value in enumerate(data[column], 1):
-        if not isinstance(value, str):
-            raise DataError(
-                f"{name}, row {number}: column {column} is {value!r}, read as {type(value).__name__}; "
-                "expected text; fix or remove the row"
-            )
+    return written_once(f"{key_of(rows._fingerprint, column)}.txt", lines)
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers
