@@ -61,7 +61,6 @@ from crt_exp.experiments.data.speech import (
     audio_files,
     audio_of,
     audio_part,
-    checked_lengths,
     pad_audio,
 )
 from crt_exp.experiments.models import encoders, language, vision
@@ -218,7 +217,6 @@ def transcribe(options: AudioOptions) -> int:
     for file in files:
         try:
             utterance = Utterance(file.stem, "", (audio_part(str(file)),))
-            checked_lengths([utterance])
             audio = as_int16(audio_of(utterance, known.rate))
         except DataError as error:
             bad.append(error)

@@ -254,7 +254,7 @@ def content_of(rows: Any, i: int, column: str) -> bytes:
 def audio_part(name: str, content: bytes | None = None) -> AudioPart:
     """A whole file with its length by the header, from its content if given.
 
-    Raises DataError for invalid or truncated audio.
+    Raises DataError for invalid, truncated or too short audio.
     Headers of compressed audio do not tell that audio is truncated; `decode_audio` does.
     """
     import soundfile
@@ -264,9 +264,12 @@ def audio_part(name: str, content: bytes | None = None) -> AudioPart:
             for stated, present in SIZES.findall(stream.extra_info):
                 if int(present) < int(stated) < ENDLESS:
                     raise DataError(f"{name}: truncated: {present} of {stated} bytes of audio")
-            return AudioPart(name, stream.frames / stream.samplerate)
+            part = AudioPart(name, stream.frames / stream.samplerate)
     except (soundfile.SoundFileError, OSError, TypeError) as error:
         raise DataError(f"{name}: not readable: {error}") from None
+    if part.seconds < SHORTEST:
+        raise DataError(f"{name}: {part.seconds:.3f} s, expected at least {SHORTEST} s")
+    return part
 
 
 def decode_audio(part: AudioPart, rate: int) -> np.ndarray:
@@ -316,16 +319,6 @@ def as_int16(audio: np.ndarray) -> np.ndarray:
 def pad_audio(rows: Sequence[np.ndarray]) -> torch.Tensor:
     """Stack rows into (B, longest), padded with zeros."""
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
-
-
-def checked_lengths(utterances: Iterable[Utterance]) -> list[Utterance]:
-    """The utterances; raises DataError for the first one that is too short."""
-    utterances = list(utterances)
-    for utterance in utterances:
-        if utterance.seconds < SHORTEST:
-            name = utterance.parts[0].name
-            raise DataError(f"{name}: {utterance.seconds:.3f} s, expected at least {SHORTEST} s")
-    return utterances
 
 
 def random_intervals(rng: np.random.Generator, count: int, share: float, length: int) -> np.ndarray:
