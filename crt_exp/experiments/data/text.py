@@ -168,7 +168,7 @@ def hub_text(hub: Hub) -> Path:
         for number, document in enumerate(rows[column], 1):
             if not isinstance(document, str):
                 raise DataError(
-                    f"{hub['name']} {hub['data_files'] or ''}, row {number}: column {column} is {document!r}, "
+                    f"{hub['data_files'] or hub['name']}, row {number}: column {column} is {document!r}, "
                     f"read as {type(document).__name__}; expected text; fix or remove the row"
                 )
             yield from document.splitlines()

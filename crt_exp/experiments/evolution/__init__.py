@@ -87,9 +87,8 @@ def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
             if player.policy is None:
                 actions = np.stack([rng.uniform(-1, 1, player.world.actions) for rng in generators])
             else:
-                images, states = map(np.stack, zip(*observations))
-                images, states = torch.from_numpy(images), torch.from_numpy(states)
-                actions = player.policy.act(layer, thetas, images.float(), states.float()).numpy()
+                seen = [torch.from_numpy(np.stack(part)).float() for part in zip(*observations)]
+                actions = player.policy.act(layer, thetas, *seen).numpy()
             for i in np.flatnonzero(going):
                 observations[i], reward, ended = worlds[i].step(actions[i])
                 returns[i] += reward
@@ -98,7 +97,11 @@ def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
 
 
 def play_all(
-    player: Player, thetas: Tensor, seeds: Sequence[int], together: int, workers: int
+    player: Player,
+    thetas: Tensor,
+    seeds: Sequence[int],
+    together: int,
+    workers: int,
 ) -> list[list[float]]:
     """Return the returns of each row of thetas (P, N) in each seed, by row.
 
@@ -107,7 +110,8 @@ def play_all(
     """
     calls = []
     for group in thetas.split(together):
-        calls.append((player, group.repeat_interleave(len(seeds), 0), [*seeds] * len(group)))
+        repeated = group.repeat_interleave(len(seeds), 0)
+        calls.append((player, repeated, [*seeds] * len(group)))
     if min(workers, len(calls)) == 1:
         returns = [play(*call) for call in calls]
     else:
@@ -115,7 +119,7 @@ def play_all(
     flat = list(chain.from_iterable(returns))
     if not np.isfinite(flat).all():
         raise ValueError("a return is not finite; check the environment")
-    return [flat[i : i + len(seeds)] for i in range(0, len(flat), len(seeds))]
+    return np.reshape(flat, (-1, len(seeds))).tolist()
 
 
 def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
@@ -204,7 +208,8 @@ def members(theta: Tensor, eps: Tensor, sigma: float) -> Tensor:
 
 def centered_ranks(returns: Sequence[float]) -> Tensor:
     """Return ranks from -1/2 to 1/2; ties share a rank."""
-    return torch.from_numpy((rankdata(returns) - 1) / (len(returns) - 1) - 0.5).float()
+    ranks = rankdata(returns) - 1
+    return torch.from_numpy(ranks / (len(returns) - 1) - 0.5).float()
 
 
 def gradient(ranks: Tensor, eps: Tensor, sigma: float) -> Tensor:
@@ -224,7 +229,12 @@ def ascend(state: State, g: Tensor, lr: float) -> None:
 
 
 def evolve(
-    plan: Strategy, workers: int, player: Player, seed: int, done: int, directory: Path | None
+    plan: Strategy,
+    workers: int,
+    player: Player,
+    seed: int,
+    done: int,
+    directory: Path | None,
 ) -> Iterator[Record]:
     """Yield the records of a run: generations, evaluations and the final test.
 

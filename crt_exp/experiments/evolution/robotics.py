@@ -83,12 +83,9 @@ class Robotics(Measurement):
     def measures_whole(cls, mechanism: Mechanism) -> bool:
         return True  # any attention can rank patches
 
-    def player(self, mechanism: Mechanism) -> Player:
-        policy = None if self.looks == "random" else self.model
-        return Player(self.world, tuple(self.options.items()), policy, mechanism)
-
     def records(self, mechanism: Mechanism, seed: int, done: list[Record] = ()) -> Iterator[Record]:
-        player = self.player(mechanism)
+        policy = None if self.looks == "random" else self.model
+        player = Player(self.world, tuple(self.options.items()), policy, mechanism)
         return evolve(self.strategy, self.workers, player, seed, len(done), self.directory)
 
     def summary(self, records: list[Record]) -> str:

@@ -124,7 +124,8 @@ class UCI(Measurement):
                 if self.table.classes is None:
                     answer = float(answer)
                 else:
-                    label, answer = self.table.classes[label], self.table.classes[answer]
+                    label = self.table.classes[label]
+                    answer = self.table.classes[answer]
                 key = {"repeat": repeat, "draw": draw, "example": number}
                 predicted.append(key | {"label": label, "prediction": answer})
             scores.append(row[self.metric])
