@@ -12,6 +12,7 @@ A difference is RUN minus the first result. Intervals are 95% intervals, without
 Exit code 2: an error, or nothing could be compared.
 """
 
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -305,28 +306,29 @@ def compare_examples(first: Result, second: Result) -> Comparison:
     return mean_difference(EXAMPLES, first, *values, "paired t test of jackknife values")
 
 
-def is_right(labels: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    return answers == labels
-
-
 def squared_error(labels: np.ndarray, answers: np.ndarray) -> np.ndarray:
     return (numbers(answers) - numbers(labels)) ** 2
 
 
 # metrics that compare a value of each example
-EXAMPLE_SCORES = {"accuracy": is_right, "r2": squared_error}
+EXAMPLE_SCORES = {"accuracy": operator.eq, "r2": squared_error}
 
 
 def paired_predictions(first: Result, second: Result) -> "DataFrame":
     """Return the common predictions of both results: label, prediction_1 and prediction_2.
 
-    Raises NotComparable if there are fewer than two, or if labels differ.
+    Raises NotComparable if a run has none, if there are fewer than two, or if labels differ.
     """
     from pandas import concat
 
     pairs = []
     for seed in common_seeds(first, second):
-        frames = [predictions_of(result.runs[seed]) for result in (first, second)]
+        frames = []
+        for result in (first, second):
+            directory = result.runs[seed].directory
+            frames.append(read_predictions(directory))
+            if frames[-1] is None:
+                raise NotComparable(f"{directory} has no predictions.csv.gz")
         keys = [name for name in frames[0] if name not in ANSWERS]
         if keys != [name for name in frames[1] if name not in ANSWERS]:
             raise NotComparable("predictions.csv.gz has other columns")
@@ -343,14 +345,6 @@ def paired_predictions(first: Result, second: Result) -> "DataFrame":
     if joined["example"].nunique() < 2:
         raise NotComparable("less than two common test examples")
     return joined.rename(columns={"label_1": "label"})
-
-
-def predictions_of(run: Run) -> "DataFrame":
-    """Return the predictions of a run. Raises NotComparable if there are none."""
-    frame = read_predictions(run.directory)
-    if frame is None:
-        raise NotComparable(f"{run.directory} has no predictions.csv.gz")
-    return frame
 
 
 def mcnemar(one: np.ndarray, two: np.ndarray) -> Comparison:

@@ -56,13 +56,12 @@ from crt_exp.experiments.data.files import IMAGES, check_cells, files_ending, re
 from crt_exp.experiments.data.labelled_text import text_columns
 from crt_exp.experiments.data.speech import (
     SHORTEST,
-    AudioPart,
-    BadAudio,
+    Utterance,
     as_int16,
     audio_files,
-    decode_audio,
+    audio_of,
+    audio_part,
     pad_audio,
-    seconds_of,
 )
 from crt_exp.experiments.models import encoders, language, vision
 from crt_exp.experiments.models.folder import (
@@ -197,7 +196,7 @@ def classify(options: ImageOptions) -> int:
     for file in files:
         try:
             pixels = classifier.transform(images.read_image(file))
-        except images.Unreadable as error:
+        except DataError as error:
             bad.append(error)
             continue
         probabilities = classifier.model(pixels[None])[0].float().softmax(-1)
@@ -217,11 +216,9 @@ def transcribe(options: AudioOptions) -> int:
     model = known.build(tensors)
     for file in files:
         try:
-            seconds = seconds_of(file, str(file))
-            if seconds < SHORTEST:
-                raise BadAudio(f"{file}: {seconds:.3f} s, expected at least {SHORTEST} s")
-            audio = as_int16(decode_audio(AudioPart(str(file), seconds), known.rate))
-        except BadAudio as error:
+            utterance = Utterance(file.stem, "", (audio_part(str(file)),))
+            audio = as_int16(audio_of(utterance, known.rate))
+        except DataError as error:
             bad.append(error)
             continue
         texts = []

@@ -261,7 +261,9 @@ def download_and_install(url: str, files: Sequence[File], folder: Path, root: Pa
         with gzip.open(part) as stream, open(places[files[0]], "wb") as out:
             shutil.copyfileobj(stream, out)
     for file, place in places.items():
-        add_ending(place, file.ending)
+        for path in place.rglob("*"):
+            if path.is_file() and not path.name.endswith(file.ending):
+                path.rename(path.with_name(path.name + file.ending))
         state, detail = inspect(file, place)
         if state != OK:
             raise DataError(
@@ -271,13 +273,6 @@ def download_and_install(url: str, files: Sequence[File], folder: Path, root: Pa
         (root / file.path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(place, root / file.path)
         print(f"{root / file.path}: downloaded from {url}")
-
-
-def add_ending(folder: Path, ending: str) -> None:
-    """Add an ending to the names of files in a folder that lack it."""
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.name.endswith(ending):
-            path.rename(path.with_name(path.name + ending))
 
 
 def download(url: str, path: Path) -> None:

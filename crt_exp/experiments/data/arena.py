@@ -21,16 +21,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
+from pydantic import Field
 
 from crt_exp.experiments.data import DataError, Folder, images, numbered_lines
-from crt_exp.experiments.data.files import cached, key_of
+from crt_exp.experiments.data.files import Arrays, cached
 from crt_exp.experiments.data.images import square_image
 from crt_exp.experiments.data.plan import SPLITS, row_sample
 from crt_exp.experiments.data.sources import refuse_data_dir
-from crt_exp.registry import ConfigError
+from crt_exp.registry import ConfigError, read_yaml
+from crt_exp.validation import Count, NotNegative, Whole, check_options
 
 Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]
 HELD_OUT = 0.05  # validation share of train (image, text)
@@ -59,64 +61,40 @@ CURVES = 200
 PICTURES = 20
 
 
-# train, validation, test: examples. depth: 1 is the root of a tree. dashes, short: dashes of a long and a short curve.
-# distractors: short curves of a picture.
-LISTOPS = {
-    "train": 2000,
-    "validation": 500,
-    "test": 500,
-    "shortest": 8,
-    "longest": 64,
-    "depth": 4,
-    "arguments": 5,
-}
-PATHFINDER = {
-    "train": 4000,
-    "validation": 500,
-    "test": 500,
-    "size": 16,
-    "dashes": 3,
-    "short": 2,
-    "distractors": 1,
-    "dash": 3,
-    "gap": 1,
-    "apart": 3,
-    "turn": 0.6,
-}
-PRESETS = {
-    "listops": {
-        "small": LISTOPS,
-        "full": {
-            "train": 96_000,
-            "validation": 2000,
-            "test": 2000,
-            "shortest": 500,
-            "longest": 2000,
-            "depth": 10,
-            "arguments": 10,
-        },
-    },
-    "pathfinder": {
-        "small": PATHFINDER,
-        "full": PATHFINDER
-        | {
-            "train": 160_000,
-            "validation": 20_000,
-            "test": 20_000,
-            "size": 32,
-            "dashes": 6,
-            "short": 3,
-            "distractors": 4,
-        },
-    },
-}
-LEAST = {
-    "shortest": 0,
-    "distractors": 0,
-    "gap": 0,
-    "turn": 0,
-    "arguments": 2,
-}  # smallest value of a rule; others: 1
+class ListopsRules(TypedDict):
+    """Examples of each split, and rules of the trees; depth 1 is the root."""
+
+    train: Count
+    validation: Count
+    test: Count
+    shortest: Whole
+    longest: Count
+    depth: Count
+    arguments: Annotated[int, Field(ge=2)]
+
+
+class PathfinderRules(TypedDict):
+    """Examples of each split, and rules of the pictures.
+
+    dashes, short: dashes of a long and of a short curve. distractors: short curves of a picture.
+    """
+
+    train: Count
+    validation: Count
+    test: Count
+    size: Count
+    dashes: Count
+    short: Count
+    distractors: Whole
+    dash: Count
+    gap: Whole
+    apart: Count
+    turn: NotNegative
+
+
+RULES = {"listops": ListopsRules, "pathfinder": PathfinderRules}
+# of each set, by scale
+PRESETS = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,20 +178,10 @@ def generate_splits(
     Raises ConfigError for invalid rules, DataError for rules that give too few examples.
     """
     rules = PRESETS[dataset][scale] | changes
-    for name, value in changes.items():
-        kind = float if name == "turn" else int
-        if (
-            name not in PRESETS[dataset][scale]
-            or not isinstance(value, kind)
-            or value < LEAST.get(name, 1)
-        ):
-            raise ConfigError(
-                f"task.rules.{name}={value}: expected {kind.__name__} >= {LEAST.get(name, 1)}, of "
-                f"{', '.join(PRESETS[dataset][scale])}"
-            )
+    check_options("task.rules", RULES[dataset], rules)
     examples = listops_examples if dataset == "listops" else pathfinder_examples
 
-    def make() -> dict[str, np.ndarray]:
+    def make() -> Arrays:
         rows, labels = examples(rules)
         return {
             "symbols": np.concatenate(rows),
@@ -221,29 +189,17 @@ def generate_splits(
             "labels": np.array(labels, np.int64),
         }
 
-    arrays = cached(cache_dir, key_of(f"{dataset} 3", rules), make)
+    arrays = cached(cache_dir, make, f"{dataset} 3", rules)
     every = Labelled(np.split(arrays["symbols"], arrays["ends"][:-1]), arrays["labels"])
-    splits = {}
-    end = 0
-    for split in SPLITS:
-        start = end
-        end += rules[split]
-        splits[split] = every.take(np.arange(start, end))
-    return splits
+    ends = np.cumsum([rules[split] for split in SPLITS])
+    parts = np.split(np.arange(len(every)), ends[:-1])
+    return {split: every.take(part) for split, part in zip(SPLITS, parts)}
 
 
-def listops_examples(rules: dict[str, int]) -> tuple[list[np.ndarray], list[int]]:
+def listops_examples(rules: ListopsRules) -> tuple[list[np.ndarray], list[int]]:
     """Distinct ListOps sequences and values; raises DataError if the rules give too few."""
-    rows = []
-    labels = []
-    for words in distinct_sequences(rules, sum(rules[split] for split in SPLITS)):
-        rows.append(np.array([SYMBOLS.index(word) for word in words], np.uint8))
-        labels.append(listops_value(words))
-    return rows, labels
-
-
-def distinct_sequences(rules: dict[str, int], count: int) -> list[tuple[str, ...]]:
     rng = random.Random(0)
+    count = sum(rules[split] for split in SPLITS)
     sequences: dict[tuple[str, ...], None] = {}
     failures = 0  # in a row
     while len(sequences) < count:
@@ -258,10 +214,13 @@ def distinct_sequences(rules: dict[str, int], count: int) -> list[tuple[str, ...
                 f"task.rules: {len(sequences)} different sequences, expected {count}; set a smaller shortest, "
                 "a larger longest or depth, or fewer sequences"
             )
-    return list(sequences)
+    rows = []
+    for words in sequences:
+        rows.append(np.array([SYMBOLS.index(word) for word in words], np.uint8))
+    return rows, [listops_value(words) for words in sequences]
 
 
-def random_tree(rng: random.Random, rules: dict[str, int], depth: int, room: int) -> list[str]:
+def random_tree(rng: random.Random, rules: ListopsRules, depth: int, room: int) -> list[str]:
     """Symbols of a random tree; empty if the tree has more than `room` symbols."""
     if depth >= rules["depth"] or rng.random() > 0.25:
         return [str(rng.randrange(10))] if room else []
@@ -289,7 +248,7 @@ def listops_value(words: Sequence[str]) -> int:
     return open_lists[0][1][0]
 
 
-def pathfinder_examples(rules: dict[str, Any]) -> tuple[list[np.ndarray], list[int]]:
+def pathfinder_examples(rules: PathfinderRules) -> tuple[list[np.ndarray], list[int]]:
     """Pathfinder pictures and labels; every second picture of a split has label 1.
 
     Raises DataError if the curves do not fit into a picture.
@@ -304,7 +263,7 @@ def pathfinder_examples(rules: dict[str, Any]) -> tuple[list[np.ndarray], list[i
     return rows, labels
 
 
-def draw_picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np.ndarray:
+def draw_picture(rules: PathfinderRules, joined: bool, rng: np.random.Generator) -> np.ndarray:
     """Picture (size, size) uint8: curves, and a dot on each of two ends."""
     attempts = (place_curves(rules, rng) for _ in range(PICTURES))
     curves = next(filter(None, attempts), None)
@@ -321,7 +280,7 @@ def draw_picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) 
     return image
 
 
-def place_curves(rules: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray] | None:
+def place_curves(rules: PathfinderRules, rng: np.random.Generator) -> list[np.ndarray] | None:
     """Pixels (., 2) of each curve from end to end, the two long curves first.
 
     None: a curve does not fit.
@@ -338,7 +297,7 @@ def place_curves(rules: dict[str, Any], rng: np.random.Generator) -> list[np.nda
 
 
 def random_curve(
-    rules: dict[str, Any], dashes: int, taken: np.ndarray, rng: np.random.Generator
+    rules: PathfinderRules, dashes: int, taken: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray | None:
     """Pixels of a random curve of `dashes` dashes.
 
@@ -372,20 +331,14 @@ def read_pairs(path: Path) -> Labelled:
     for number, line in numbered_lines(path):
         label, *cells = line.split("\t")
         if len(cells) != 4 or label not in LABELS or not all(cells[2:]):
-            raise wrong_pair(path, number)
+            raise DataError(
+                f"{path}, line {number}: expected a label (0.0 or 1.0), two ids and two texts, "
+                f"separated by tabs; get the file from {PAGES['retrieval']}"
+            )
         labels.append(LABELS.index(label) % 2)
         for text in cells[2:]:
             rows.append(np.frombuffer(text.encode(), np.uint8))
-    if not rows:
-        raise wrong_pair(path, 1)
     return Labelled(rows, np.array(labels, np.int64))
-
-
-def wrong_pair(path: Path, line: int) -> DataError:
-    return DataError(
-        f"{path}, line {line}: expected a label (0.0 or 1.0), two ids and two texts, "
-        f"separated by tabs; get the file from {PAGES['retrieval']}"
-    )
 
 
 def read_grey_images(data_dir: Folder) -> Arena:

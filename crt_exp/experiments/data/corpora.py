@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, combinations, tee
 from pathlib import Path
 from typing import NamedTuple
@@ -22,14 +23,13 @@ from typing import NamedTuple
 import numpy as np
 
 from crt_exp.experiments.data import DataError, Folder, numbered_lines
-from crt_exp.experiments.data.files import cached
+from crt_exp.experiments.data.files import Arrays, cached
 from crt_exp.experiments.data.glue import TASKS, split_file
 from crt_exp.experiments.data.sources import refuse_data_dir
 from crt_exp.experiments.data.text import (
     IGNORED,
     PARTS,
     SPECIAL,
-    content_key,
     fingerprint,
     lines_of,
     official_file,
@@ -179,8 +179,9 @@ class TokenText:
 
         apart: put the end token after each line. Raises DataError for a file without words.
         """
-        key = content_key(cache_dir, files, "documents 1", apart, end, fingerprint(tokenizer))
-        return cls(**cached(cache_dir, key, lambda: tokens_of(files, tokenizer, end, apart)))
+        make = partial(tokens_of, files, tokenizer, end, apart)
+        key = ("documents 1", apart, end, fingerprint(tokenizer))
+        return cls(**cached(cache_dir, make, *key, files=files))
 
     def counts(self, symbols: int) -> np.ndarray:
         """Count of each token id, with bounded memory."""
@@ -218,7 +219,7 @@ class TokenText:
         }
 
 
-def tokens_of(files: Sequence[Path], tokenizer, end: int, apart: bool) -> dict[str, np.ndarray]:
+def tokens_of(files: Sequence[Path], tokenizer, end: int, apart: bool) -> Arrays:
     """Arrays of a TokenText."""
     tokens = array("I")
     words = array("f")

@@ -39,11 +39,8 @@ def is_hidden(name: str) -> bool:
 
 def subfolders(folder: str | Path) -> list[str]:
     """Names of the visible folders in a folder, sorted."""
-    names = []
-    for entry in os.scandir(folder):
-        if entry.is_dir() and not is_hidden(entry.name):
-            names.append(entry.name)
-    return sorted(names)
+    folders = filter(os.DirEntry.is_dir, os.scandir(folder))
+    return sorted(entry.name for entry in folders if not is_hidden(entry.name))
 
 
 def files_ending(folder: str | Path, endings: tuple[str, ...], deep: bool = True) -> list[Path]:
@@ -195,11 +192,13 @@ def strings_of(cells: "pd.Series") -> "pd.Series":
 # ---- arrays in a cache folder ----------------------------------------------------------------------------------------
 
 
-def cached(directory: Folder, key: str, make: Callable[[], Arrays]) -> Arrays:
-    """Arrays of `make()`, memory-mapped from a cache folder.
+def cached(
+    directory: Folder, make: Callable[[], Arrays], *parts: Any, files: Iterable[Path] = ()
+) -> Arrays:
+    """Arrays of `make()`, memory-mapped from a folder in `directory`; None keeps them in memory.
 
-    The arrays lie in `directory`/`key`; None keeps them in memory. Raises DataError if the directory is not writable or
-    a file is truncated.
+    The name of the folder is a hash of `parts` and of the content of `files`, which determine the arrays. Raises
+    DataError if the directory is not writable or a file is truncated.
     """
     if directory is None:
         return make()
@@ -208,7 +207,8 @@ def cached(directory: Folder, key: str, make: Callable[[], Arrays]) -> Arrays:
         for name, array in make().items():
             np.save(folder / name, array)
 
-    folder = cached_folder(directory, key, write)
+    contents = [f"{file.suffix}:{sha256(file)}" for file in files]
+    folder = cached_folder(directory, key_of(*parts, *contents), write)
     try:
         return {path.stem: np.load(path, "r") for path in folder.iterdir()}
     except ValueError as error:
@@ -235,6 +235,11 @@ def cached_folder(directory: str | Path, key: str, write: Callable[[Path], None]
             f"task.cache_dir={directory}: {error}; expected a writable folder, or null"
         ) from None
     return folder
+
+
+def sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def key_of(*parts: Any) -> str:

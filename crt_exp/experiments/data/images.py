@@ -30,15 +30,11 @@ DIGITS_VAL = 360  # of 1797 images
 VALUES = 256  # pixel values of a channel
 
 
-class Unreadable(DataError):
-    """A file is not a complete image; the message names the file."""
-
-
 @dataclass(frozen=True, eq=False)
 class Images:
     """Images of a split.
 
-    `read(sources[i])` returns image i as a PIL.Image in RGB, or raises Unreadable.
+    `read(sources[i])` returns image i as a PIL.Image in RGB, or raises DataError.
     """
 
     classes: tuple[str, ...]
@@ -78,44 +74,45 @@ class Images:
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
+def image_folders(dataset: str, data_dir: Folder) -> list[Path | None]:
+    """The folder that `load` reads, if any: the digits are embedded."""
+    if dataset == DIGITS and data_dir is None:
+        return []
+    return [task_folder(f"images/{dataset}", data_dir)]
+
+
 def load(dataset: str = DIGITS, data_dir: Folder = None) -> dict[str, Images]:
     """Splits "train" and "val" of an image folder, or of the embedded digits.
 
     Args:
         dataset: "digits", or a folder name in $CRT_DATA/images.
-        data_dir: the image folder itself. It holds train/<class>/ and val/<class>/, or only <class>/. Images may lie in
-            subfolders of a class.
+        data_dir: the image folder itself. It holds train/<class>/ and val/<class>/. If it holds only <class>/, val is
+            a fixed SHARE of each class. Images may lie in subfolders of a class.
 
     Raises:
         DataError: the folder is missing or has another layout.
     """
-    if dataset == DIGITS and data_dir is None:
+    folders = image_folders(dataset, data_dir)
+    if not folders:
         return digits()
-    root = task_folder(f"images/{dataset}", data_dir)
+    (root,) = folders
     if root is None or not root.is_dir():
         raise missing_folder(dataset, root)
     if not all((root / split).is_dir() for split in SPLITS):
-        return split_folder(root)
+        wrong = [name for name in subfolders(root) if name.lower() in SPLIT_NAMES]
+        if wrong:
+            raise DataError(
+                f"{root}: folder {wrong[0]} looks like a split; expected train/<class>/ and "
+                "val/<class>/, or <class>/ only; rename it"
+            )
+        warn("%s: no train/ and val/; using a fifth of the images of each class as val", root)
+        return dict(zip(SPLITS, images_in(root).held_out(SHARE)))
     splits = {split: images_in(root / split) for split in SPLITS}
     if different := set(splits["train"].classes) ^ set(splits["val"].classes):
         raise DataError(
             f"{root}: {min(different)} is in only one of train/ and val/; expected the same classes"
         )
     return splits
-
-
-def split_folder(root: Path) -> dict[str, Images]:
-    """Splits of a folder with only <class>/: val is a fixed SHARE of each class."""
-    names = subfolders(root)
-    splits = [name for name in names if name.lower() in SPLIT_NAMES]
-    if splits:
-        raise DataError(
-            f"{root}: folder {splits[0]} looks like a split; expected train/<class>/ and "
-            "val/<class>/, or <class>/ only; rename it"
-        )
-    every = images_in(root)
-    warn("%s: no train/ and val/; using a fifth of the images of each class as val", root)
-    return dict(zip(SPLITS, every.held_out(SHARE)))
 
 
 def images_in(split: Path) -> Images:
@@ -141,12 +138,9 @@ def images_in(split: Path) -> Images:
 
 def missing_folder(dataset: str, root: Path | None) -> DataError:
     what = f"{root} is not there" if root else "CRT_DATA is not set"
-    source = SOURCES.get(f"images/{dataset}")
-    get = (
-        f"get {source.page} (`python -m crt_exp data fetch {source.name} --dir DIR`)"
-        if source
-        else "take your own"
-    )
+    get = "take your own"
+    if source := SOURCES.get(f"images/{dataset}"):
+        get = f"get {source.page} (`python -m crt_exp data fetch {source.name} --dir DIR`)"
     return DataError(
         f"task.dataset={dataset}: {what}: {get} as DIR/images/{dataset}/train/<class>/ and val/<class>/, "
         "and set CRT_DATA=DIR; or set task.data_dir to a folder of images"
@@ -215,7 +209,7 @@ def read_row(rows: Any, column: str, row: int) -> Any:
 def read_image(source: str | Path | bytes | tuple[bytes, str]) -> Any:
     """Read an image as a PIL.Image in RGB, upright by its EXIF orientation.
 
-    Transparent pixels become white. source: a path, or the content of a file and its name. Raises Unreadable.
+    Transparent pixels become white. source: a path, or the content of a file and its name. Raises DataError.
     """
     from PIL import Image, ImageOps
 
@@ -239,7 +233,7 @@ def read_image(source: str | Path | bytes | tuple[bytes, str]) -> Any:
             return image.convert("RGB")
     except Exception as error:  # decoders differ in their errors
         reason = str(error) or type(error).__name__
-        raise Unreadable(f"{name}: not a readable image ({reason}).") from None
+        raise DataError(f"{name}: not a readable image ({reason}).") from None
 
 
 def read_pixels(pixels: np.ndarray) -> Any:
@@ -252,7 +246,7 @@ def read_pixels(pixels: np.ndarray) -> Any:
 
 
 def square_image(images: Images, i: int, side: int, channels: int) -> np.ndarray:
-    """Image i cropped and resized by `crop_square`; raises Unreadable."""
+    """Image i cropped and resized by `crop_square`; raises DataError."""
     name = f"image {i}" if images.read is read_pixels else os.fsdecode(images.sources[i])
     return crop_square(images.read(images.sources[i]), side, channels, name)
 

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from joblib import cpu_count
 from pydantic import Field
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from crt_exp.experiments.data import DataError, images
 from crt_exp.experiments.data.plan import Plan
@@ -45,17 +46,12 @@ def evaluation_order(n: int) -> np.ndarray:
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
-class MappedDataset(Dataset):
-    """What a function makes of each key; a DataError is an item, because a worker would change its message."""
-
-    def __init__(self, make: Callable[[Any], Any]):
-        self.make = make
-
-    def __getitem__(self, key: Any) -> Any:
-        try:
-            return self.make(key)
-        except DataError as error:
-            return error
+def result_or_error(make: Callable[[Any], Any], key: Any) -> Any:
+    """The result of `make`, or its DataError, whose message a worker would change."""
+    try:
+        return make(key)
+    except DataError as error:
+        return error
 
 
 def by_workers(
@@ -69,9 +65,9 @@ def by_workers(
         workers = max(1, min(8, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     own = torch.Generator()  # else each epoch would draw from the global one
     loader = DataLoader(
-        MappedDataset(make),
-        sampler=asked,
+        list(asked),
         batch_size=None,
+        collate_fn=partial(result_or_error, make),
         num_workers=workers,
         worker_init_fn=leave_signals,
         generator=own,
@@ -89,7 +85,7 @@ def image_batch(
     finish: Callable[[Tensor, Tensor, list[Generator]], dict[str, Tensor]],
     rows: np.ndarray,
 ) -> dict[str, Tensor]:
-    """Batch of some rows of images, in any process. Raises Unreadable.
+    """Batch of some rows of images, in any process. Raises DataError.
 
     Args:
         rng: row number to the generator of its augmentation.

@@ -1,7 +1,7 @@
 """Assignment of data rows to processes and micro-batches."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -60,18 +60,24 @@ class Plan:
             repeats: copies of each training row, numbered row, row + n, row + 2n, ..., so that `rng` differs between
                 copies. The epoch keeps its length and covers n / repeats of the rows.
         """
-        if split != "train":
-            mine = self._share(self.evaluated(n), self.rank)
-            for i in range(0, len(mine), self.batch):
-                yield mine[i : i + self.batch]
+        if split == "train":
+            yield from self.mine(self.epoch_rows(n, repeats))
             return
+        mine = self._share(self.evaluated(n), self.rank)
+        for i in range(0, len(mine), self.batch):
+            yield mine[i : i + self.batch]
+
+    def epoch_rows(self, n: int, repeats: int = 1) -> np.ndarray:
+        """Rows of the training steps of an epoch over all processes, (steps, batch)."""
         order = np.random.default_rng([self.seed, self.epoch]).permutation(n)
-        if repeats > 1:
-            order = (order[:, None] + n * np.arange(repeats)).reshape(-1)
+        copies = (order[:, None] + n * np.arange(repeats)).reshape(-1)
+        return copies[: n // self.batch * self.batch].reshape(-1, self.batch)
+
+    def mine(self, steps: np.ndarray) -> np.ndarray:
+        """Rows of this process's training micro-batches, from rows (steps, batch)."""
         share = self.batch // self.world
-        for step in range(self.start, n // self.batch):
-            mine = order[step * self.batch + self.rank * share :][:share]
-            yield from mine.reshape(self.micro, -1)
+        mine = steps[self.start :, self.rank * share : (self.rank + 1) * share]
+        return mine.reshape(-1, share // self.micro)
 
     def evaluated(self, n: int) -> np.ndarray:
         """Rows of an evaluation of n rows over all processes, sorted."""
@@ -106,7 +112,16 @@ class Plan:
             raise ValueError(
                 f"a row costs {costs.max():g}; expected at most the budget of {budget:g}"
             )
-        return self._packed(costs, budget) if split == "train" else self._cut(costs, budget)
+        if split != "train":
+            mine = self._share(self._evaluated_at_cost(costs, budget), self.rank)
+            yield from cut(mine, packed(costs[mine], budget))
+            return
+        rng = np.random.default_rng([self.seed, self.epoch, 2])
+        order = np.lexsort((rng.permutation(len(costs)), costs))
+        batches = cut(order, self._sizes(costs[order], budget))
+        group = self.micro * self.world
+        for step in rng.permutation(len(batches) // group)[self.start :]:
+            yield from batches[step * group + self.rank * self.micro :][: self.micro]
 
     def steps(self, costs: Sequence[float], budget: float) -> int:
         """Optimiser steps of an epoch that is read with `by_cost`.
@@ -115,15 +130,6 @@ class Plan:
         """
         group = self.micro * self.world
         return len(self._sizes(np.sort(costs), budget)) // group
-
-    def _packed(self, costs: np.ndarray, budget: float) -> Iterator[np.ndarray]:
-        """Group rows of similar cost into micro-batches and steps, and shuffle the steps."""
-        rng = np.random.default_rng([self.seed, self.epoch, 2])
-        order = np.lexsort((rng.permutation(len(costs)), costs))
-        batches = np.split(order, np.cumsum(self._sizes(costs[order], budget))[:-1])
-        group = self.micro * self.world
-        for step in rng.permutation(len(batches) // group)[self.start :]:
-            yield from batches[step * group + self.rank * self.micro :][: self.micro]
 
     def _sizes(self, ascending: np.ndarray, budget: float) -> list[int]:
         """Rows of each micro-batch; the largest are halved until all steps are full."""
@@ -138,14 +144,6 @@ class Plan:
             size = sizes[largest]
             sizes[largest : largest + 1] = [size - size // 2, size // 2]
         return sizes
-
-    def _cut(self, costs: np.ndarray, budget: float) -> Iterator[np.ndarray]:
-        """Yield this process's share of the rows, in order."""
-        mine = self._share(self._evaluated_at_cost(costs, budget), self.rank)
-        first = 0
-        for size in packed(costs[mine], budget):
-            yield mine[first : first + size]
-            first += size
 
     def _evaluated_at_cost(self, costs: np.ndarray, budget: float) -> np.ndarray:
         """Rows of an evaluation, sorted: the largest sample within the limit."""
@@ -190,6 +188,11 @@ def packed(costs: np.ndarray, budget: float) -> list[int]:
     return sizes
 
 
+def cut(rows: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Consecutive parts of the rows, of the given sizes."""
+    return np.split(rows, np.cumsum(sizes, dtype=np.int64))[:-1]
+
+
 # ---- rows of unequal length ------------------------------------------------------------------------------------------
 
 
@@ -213,17 +216,12 @@ def bucketed(lengths: np.ndarray, plan: Plan, pool: int = 50) -> Iterator[np.nda
     rows as `plan.rows(n, "train")`. The order is a pure function of the plan, and a process has its share of every
     batch.
     """
-    n = len(lengths)
-    share = plan.batch // plan.world
-    steps = n // plan.batch
-    every = replace(plan, micro=1, start=0, rank=0, world=1)
-    rows = np.array([*every.rows(n, "train")], np.int64).reshape(-1)
+    rows = plan.epoch_rows(len(lengths)).reshape(-1)
     pools = np.arange(len(rows)) // (pool * plan.batch)
     by_pool_and_length = np.lexsort((lengths[rows], pools))
-    places = rows[by_pool_and_length].reshape(steps, plan.batch)
-    places = places[np.random.default_rng([plan.seed, plan.epoch, 0]).permutation(steps)]
-    mine = places[plan.start :, plan.rank * share : (plan.rank + 1) * share]
-    yield from mine.reshape(-1, share // plan.micro)
+    steps = rows[by_pool_and_length].reshape(-1, plan.batch)
+    order = np.random.default_rng([plan.seed, plan.epoch, 0]).permutation(len(steps))
+    yield from plan.mine(steps[order])
 
 
 def pad_rows(rows: Sequence[np.ndarray], pad: int) -> Tensor:
@@ -251,6 +249,17 @@ def token_batch(
     if labels is not None:
         batch["labels"] = pad_rows(labels, IGNORED)
     return batch
+
+
+def counts_of(
+    read: Callable[[int], np.ndarray], rows: int, counted: int, symbols: int
+) -> np.ndarray:
+    """Counts of the first `symbols` symbols in at most `counted` rows, which are spread evenly.
+
+    read: row number to symbols (L,).
+    """
+    chosen = np.linspace(0, rows - 1, min(counted, rows)).astype(np.int64)
+    return sum(np.bincount(read(i), minlength=symbols)[:symbols] for i in chosen)
 
 
 def row_sample(rows: int, count: int | None) -> np.ndarray:

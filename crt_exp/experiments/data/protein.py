@@ -14,12 +14,12 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 from torch import Tensor
@@ -59,28 +59,8 @@ ARRAYS = {
     "files": np.uint32,
 }
 SPLITS = ("train", "validation", "test", "ood")
-HELD_OUT = (
-    "PF18369",
-    "PF04680",
-    "PF17988",
-    "PF12325",
-    "PF03272",
-    "PF03938",
-    "PF17724",
-    "PF10696",
-    "PF11968",
-    "PF04153",
-    "PF06173",
-    "PF12378",
-    "PF04420",
-    "PF10841",
-    "PF06917",
-    "PF03492",
-    "PF06905",
-    "PF15340",
-    "PF17055",
-    "PF05318",
-)  # Performers, appendix C.1
+# Pfam families of Performers, appendix C.1
+HELD_OUT = Path(__file__).with_name("protein_families.txt").read_text().split()
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -101,7 +81,6 @@ class Sequences:
     repeated: np.ndarray  # (n,) bool
     files: np.ndarray  # (n,) uint32
     names: tuple[str, ...]
-    held: Any = field(default=None, repr=False)  # keeps a temporary folder alive
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -173,14 +152,11 @@ def read_files(files: Sequence[Path], cache_dir: Folder = None) -> Sequences:
         state = file.stat()
         states.append((str(file.absolute()), state.st_size, state.st_mtime_ns))
         names.append(re.sub(r"\.[^.]+(\.gz)?$", "", file.name, flags=re.IGNORECASE))
-    held = None if cache_dir else TemporaryDirectory(prefix="crt_exp-proteins-")
-    folder = cached_folder(
-        cache_dir or Path(held.name, "cache"),
-        key_of("proteins", LETTERS, ARRAYS, states),
-        partial(write_arrays, files),
-    )
-    arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in ARRAYS.items()}
-    return Sequences(**arrays, names=tuple(names), held=held)
+    key = key_of("proteins", LETTERS, ARRAYS, states)
+    with TemporaryDirectory(prefix="crt_exp-proteins-") as place:  # mapped files may be removed
+        folder = cached_folder(cache_dir or place, key, partial(write_arrays, files))
+        arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in ARRAYS.items()}
+    return Sequences(**arrays, names=tuple(names))
 
 
 def write_arrays(files: Sequence[Path], folder: Path) -> None:
@@ -359,24 +335,10 @@ def letter_masking() -> Masking:
 # ---- statistics ------------------------------------------------------------------------------------------------------
 def length_statistics(lengths: np.ndarray) -> dict[str, float]:
     """Length statistics of whole sequences (Performers Table 1)."""
-    return {
-        "sequences": len(lengths),
-        "length_min": int(lengths.min()),
-        "length_max": int(lengths.max()),
-        "length_mean": float(lengths.mean()),
-        "length_std": float(lengths.std()),
-        "length_median": float(np.median(lengths)),
-    }
-
-
-def letter_frequencies(rows: Singles) -> np.ndarray:
-    """Letter frequencies with add-one smoothing, (25,).
-
-    At most COUNTED rows are counted, spread evenly. They define the empirical baseline of Performers C.2.
-    """
-    chosen = np.linspace(0, len(rows) - 1, min(COUNTED, len(rows))).astype(np.int64)
-    counts = sum(np.bincount(rows[i], minlength=TOKENS)[: len(LETTERS)] for i in chosen) + 1.0
-    return counts / counts.sum()
+    statistics = {"sequences": len(lengths)}
+    for measure in (np.min, np.max, np.mean, np.std, np.median):
+        statistics[f"length_{measure.__name__}"] = measure(lengths).item()
+    return statistics
 
 
 # ---- generated families of sequences ---------------------------------------------------------------------------------

@@ -61,10 +61,6 @@ class Utterance(NamedTuple):
         return sum(part.seconds for part in self.parts) + sum(self.gaps)
 
 
-class BadAudio(DataError):
-    """An utterance is unusable; the message names its file."""
-
-
 # ---- files -------------------------------------------------------------------------------------------------
 
 
@@ -109,30 +105,24 @@ def read_librispeech(subsets: Sequence[str], data_dir: Folder) -> Iterator[Utter
                 if name:
                     texts[path.parent / name] = text
         for name in texts.keys() - audio.keys():
-            raise BadAudio(f"{name}: a transcript without audio beside it")
+            raise DataError(f"{name}: a transcript without audio beside it")
         for name in sorted(audio, key=lambda name: name.name):
-            yield utterance_of(audio[name], str(audio[name]), texts.get(name))
+            yield utterance_of(audio_part(str(audio[name])), texts.get(name))
 
 
-def utterance_of(
-    source: Path | io.BytesIO,
-    name: str,
-    text: str | None,
-    content: Callable[[], bytes] | None = None,
-) -> Utterance:
-    """Utterance of one file; raises BadAudio if it is unusable."""
-    part = AudioPart(name, seconds_of(source, name), content)
+def utterance_of(part: AudioPart, text: str | None) -> Utterance:
+    """Utterance of one file; raises DataError if it has no transcript."""
     words = (text or "").split()
     if not words:
-        raise BadAudio(f"{name}: no transcript")
-    return Utterance(Path(name).stem, " ".join(words), (part,))
+        raise DataError(f"{part.name}: no transcript")
+    return Utterance(Path(part.name).stem, " ".join(words), (part,))
 
 
 def table_utterances(path: str | Path, split: str) -> Iterator[Utterance]:
     """Utterances of one split of your own table."""
     table = read_table(Path(path).expanduser())
     for audio, text in table[table.split == split][["audio", "text"]].itertuples(index=False):
-        yield utterance_of(Path(audio), audio, text)
+        yield utterance_of(audio_part(audio), text)
 
 
 def read_table(path: Path):
@@ -192,7 +182,7 @@ def read_recordings(data_dir: Folder) -> list[AudioPart]:
         raise DataError(
             f"{wrong[0]}: expected a name like <digit>_<speaker>_<index>.wav; remove the file"
         )
-    return [AudioPart(str(path), seconds_of(path, str(path))) for path in files]
+    return [audio_part(str(path)) for path in files]
 
 
 def digit_strings(every: list[AudioPart], split: str, count: int) -> list[Utterance]:
@@ -247,15 +237,11 @@ def hub_utterances(hub: SpeechHub, split: str) -> Iterator[Utterance]:
         ) from None
     for i, row in enumerate(rows):
         audio = row[hub["audio"]] or {}
-        text = row[hub["text"]]
-        path = audio.get("path")
         in_memory = audio.get("bytes")
-        name = path or f"row-{i}"
-        if in_memory is None:
-            yield utterance_of(Path(name), name, text)
-        else:
-            content = partial(content_of, rows, i, hub["audio"])
-            yield utterance_of(io.BytesIO(in_memory), name, text, content)
+        part = audio_part(audio.get("path") or f"row-{i}", in_memory)
+        if in_memory is not None:
+            part = part._replace(content=partial(content_of, rows, i, hub["audio"]))
+        yield utterance_of(part, row[hub["text"]])
 
 
 def content_of(rows: Any, i: int, column: str) -> bytes:
@@ -265,27 +251,31 @@ def content_of(rows: Any, i: int, column: str) -> bytes:
 # ---- audio -------------------------------------------------------------------------------------------------
 
 
-def seconds_of(source: Path | io.BytesIO, name: str) -> float:
-    """Length by the header; raises BadAudio for invalid or truncated audio.
+def audio_part(name: str, content: bytes | None = None) -> AudioPart:
+    """A whole file with its length by the header, from its content if given.
 
+    Raises DataError for invalid, truncated or too short audio.
     Headers of compressed audio do not tell that audio is truncated; `decode_audio` does.
     """
     import soundfile
 
     try:
-        with soundfile.SoundFile(source) as stream:
+        with soundfile.SoundFile(name if content is None else io.BytesIO(content)) as stream:
             for stated, present in SIZES.findall(stream.extra_info):
                 if int(present) < int(stated) < ENDLESS:
-                    raise BadAudio(f"{name}: truncated: {present} of {stated} bytes of audio")
-            return stream.frames / stream.samplerate
+                    raise DataError(f"{name}: truncated: {present} of {stated} bytes of audio")
+            part = AudioPart(name, stream.frames / stream.samplerate)
     except (soundfile.SoundFileError, OSError, TypeError) as error:
-        raise BadAudio(f"{name}: not readable: {error}") from None
+        raise DataError(f"{name}: not readable: {error}") from None
+    if part.seconds < SHORTEST:
+        raise DataError(f"{name}: {part.seconds:.3f} s, expected at least {SHORTEST} s")
+    return part
 
 
 def decode_audio(part: AudioPart, rate: int) -> np.ndarray:
     """Mono audio (samples,) float32 at `rate`; channels are averaged.
 
-    Raises BadAudio for unreadable or truncated audio.
+    Raises DataError for unreadable or truncated audio.
     """
     import soundfile
 
@@ -293,12 +283,12 @@ def decode_audio(part: AudioPart, rate: int) -> np.ndarray:
         source = part.name if part.content is None else io.BytesIO(part.content())
         audio, own = soundfile.read(source, dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, OSError, ValueError) as error:
-        raise BadAudio(f"{part.name}: not readable: {error}") from None
+        raise DataError(f"{part.name}: not readable: {error}") from None
     if len(audio) < round(part.seconds * own):
-        raise BadAudio(f"{part.name}: truncated: {len(audio) / own:.3f} of {part.seconds:.3f} s")
+        raise DataError(f"{part.name}: truncated: {len(audio) / own:.3f} of {part.seconds:.3f} s")
     peak = np.abs(audio).max()
     if not peak <= LOUDEST:
-        raise BadAudio(
+        raise DataError(
             f"{part.name}: samples up to {peak:g}; expected -1 to 1; divide 16-bit numbers by 32768"
         )
     return resample(audio.mean(1), own, rate)
@@ -313,7 +303,7 @@ def resample(audio: np.ndarray, own: int, rate: int) -> np.ndarray:
 def audio_of(utterance: Utterance, rate: int, speed: float = 1.0) -> np.ndarray:
     """Audio of an utterance, (samples,) float32.
 
-    speed: 1.1 is 10% faster and higher in pitch. Raises BadAudio, naming the file.
+    speed: 1.1 is 10% faster and higher in pitch. Raises DataError, naming the file.
     """
     pieces = []
     for i, part in enumerate(utterance.parts):
@@ -329,16 +319,6 @@ def as_int16(audio: np.ndarray) -> np.ndarray:
 def pad_audio(rows: Sequence[np.ndarray]) -> torch.Tensor:
     """Stack rows into (B, longest), padded with zeros."""
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
-
-
-def checked_lengths(utterances: Iterable[Utterance]) -> list[Utterance]:
-    """The utterances; raises BadAudio for the first one that is too short."""
-    utterances = list(utterances)
-    for utterance in utterances:
-        if utterance.seconds < SHORTEST:
-            name = utterance.parts[0].name
-            raise BadAudio(f"{name}: {utterance.seconds:.3f} s, expected at least {SHORTEST} s")
-    return utterances
 
 
 def random_intervals(rng: np.random.Generator, count: int, share: float, length: int) -> np.ndarray:

@@ -28,26 +28,11 @@ EMBEDDED = ("wine", "digits", "breast_cancer", "iris")
 
 
 @dataclass(frozen=True, eq=False)
-class Column:
-    """One feature of n rows: float64 numbers, or int64 codes into `levels`."""
-
-    name: str
-    values: np.ndarray  # (n,)
-    levels: tuple[str, ...] | None = None
-
-    def encode(self) -> np.ndarray:
-        """(n, width) float64 encoding; see `Table.encode`."""
-        if self.levels is not None and len(self.levels) > 2:
-            return np.eye(len(self.levels))[self.values]
-        return self.values[:, None].astype(np.float64)
-
-
-@dataclass(frozen=True, eq=False)
 class Table:
     """A data set: features and one target of n rows, in source order."""
 
     name: str
-    columns: tuple[Column, ...]
+    features: pd.DataFrame  # columns of float64 numbers or of categories
     target: np.ndarray  # (n,) int64 codes into `classes`; float64 for regression
     classes: tuple[str, ...] | None  # None: regression
     source: str  # origin of the rows
@@ -60,7 +45,15 @@ class Table:
 
         A category is one 0/1 indicator for each level, or one column of 0 and 1 if it has two levels.
         """
-        return np.hstack([column.encode() for column in self.columns])
+        encoded = []
+        for _, column in self.features.items():
+            if column.dtype != "category":
+                encoded.append(column)
+            elif len(column.cat.categories) > 2:
+                encoded += [column == level for level in column.cat.categories]
+            else:
+                encoded.append(column.cat.codes)
+        return np.column_stack(encoded).astype(np.float64)
 
 
 # Columns of each table's file, in file order: name, role (target, or dropped for row identifiers), levels of a category
@@ -117,48 +110,41 @@ def read_official(name: str, path: Path | None) -> Table:
             raise ValueError(
                 f"(rows, columns) = {frame.shape}, expected {source.files[0].rows, len(layout)}"
             )
-        arrays = [
-            values_of(field, frame[i].str.strip())
-            for i, field in enumerate(layout)
-            if field.role != "dropped"
-        ]
+        columns = {}
+        for i, field in enumerate(layout):
+            if field.role != "dropped":
+                columns[field.role or field.column] = values_of(field, frame[i].str.strip())
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path}: {str(error).strip()}; run `python -m crt_exp data fetch uci/{name}`, or get the file "
             f"from {source.page}"
         ) from None
-    return table_of(name, arrays, f"{path} ({source.page})")
+    target = columns.pop("target")
+    classes = None
+    if target.dtype == "category":
+        classes = tuple(target.cat.categories)
+        target = target.cat.codes.astype(np.int64)
+    features = pd.DataFrame(columns)
+    return Table(name, features, target.to_numpy(), classes, f"{path} ({source.page})")
 
 
-def values_of(field: NamedTuple, cells: pd.Series) -> np.ndarray:
-    """(n,) numbers, or codes of levels.
+def values_of(field: NamedTuple, cells: pd.Series) -> pd.Series:
+    """Numbers, or a category with the levels of the field.
 
     Raises ValueError with the row of a cell that is neither a finite number nor a level.
     """
     levels = field.levels.split()
     alias = field.aliases.split(" = ")
     if levels:
-        values = codes_of(cells.replace(alias[0], alias[-1]), levels)
-        wrong = values < 0
+        values = category(cells.replace(alias[0], alias[-1]), levels)
     else:
-        values = pd.to_numeric(cells, errors="coerce").to_numpy(np.float64)
-        wrong = ~np.isfinite(values)
+        values = pd.to_numeric(cells, errors="coerce").astype(np.float64)
+    wrong = values.isin([np.nan, np.inf, -np.inf])
     if wrong.any():
-        row = int(wrong.argmax())
+        row = wrong.idxmax()
         expected = f"one of {', '.join(levels)}" if levels else "a finite number"
         raise ValueError(f"row {row + 1}, column {field.column}: {cells[row]!r} is not {expected}")
     return values
-
-
-def table_of(name: str, arrays: Sequence[np.ndarray], source: str) -> Table:
-    """Table from the values of each column, in the order of its layout."""
-    fields = [field for field in LAYOUTS[name] if field.role != "dropped"]
-    columns = {}
-    for field, values in zip(fields, arrays):
-        levels = tuple(field.levels.split()) or None
-        columns[field.role or field.column] = Column(field.column, values, levels)
-    target = columns.pop("target")
-    return Table(name, tuple(columns.values()), target.values, target.levels, source)
 
 
 def embedded(name: str) -> Table:
@@ -166,16 +152,12 @@ def embedded(name: str) -> Table:
     from sklearn import datasets
 
     bunch = getattr(datasets, f"load_{name}")()
-    source = f"embedded: scikit-learn's load_{name}"
-    arrays = np.ascontiguousarray(bunch.data.T, np.float64)
-    target = bunch.target.astype(np.int64)
+    features = pd.DataFrame(bunch.data, columns=bunch.feature_names)
+    classes = tuple(map(str, bunch.target_names))
     if name in LAYOUTS:
-        return table_of(name, [target, *arrays], source)
-    columns = tuple(
-        Column(str(label).replace(" ", "_"), values)
-        for label, values in zip(bunch.feature_names, arrays)
-    )
-    return Table(name, columns, target, tuple(map(str, bunch.target_names)), source)
+        classes = tuple(LAYOUTS[name][0].levels.split())
+    source = f"embedded: scikit-learn's load_{name}"
+    return Table(name, features, bunch.target.astype(np.int64), classes, source)
 
 
 # ---- your own csv file -----------------------------------------------------------------------------------------------
@@ -196,7 +178,7 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
     if target not in frame:
         raise unknown(f"task.target of {path}", str(target), list(frame.columns[:50]))
     notes: list[str] = []
-    features: list[Column] = []
+    features: list[pd.Series] = []
     for name, texts in frame.items():
         try:
             values = numbers_of(texts, name == target and kind == "classification")
@@ -211,7 +193,8 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
             f"task.csv={path}: no usable column in addition to {target}: {'; '.join(notes)}"
         )
     name = path.stem.removesuffix(".csv")
-    return Table(name, tuple(features), goal, classes, str(path)), "; ".join(notes)
+    table = Table(name, pd.concat(features, axis=1), goal, classes, str(path))
+    return table, "; ".join(notes)
 
 
 def numbers_of(texts: pd.Series, mixed: bool) -> pd.Series | None:
@@ -258,10 +241,10 @@ def target_of(
             f"{len(classes)} distinct values in {len(texts)} rows; expected at least 2 classes with "
             "several rows each, or task.kind=regression"
         )
-    return codes_of(texts, classes), tuple(classes)
+    return category(texts, classes).cat.codes.to_numpy(np.int64), tuple(classes)
 
 
-def feature_of(texts: pd.Series, values: pd.Series | None, notes: list[str]) -> list[Column]:
+def feature_of(texts: pd.Series, values: pd.Series | None, notes: list[str]) -> list[pd.Series]:
     """The feature column, or no column and a note if it carries no information.
 
     texts: the cells; values: their `numbers_of`.
@@ -278,12 +261,13 @@ def feature_of(texts: pd.Series, values: pd.Series | None, notes: list[str]) -> 
     if absent:
         notes.append(f"{name}: {absent} of {len(texts)} values are missing")
     if values is not None:
-        return [Column(name, values.to_numpy())]
+        return [values]
     if absent:
         levels.append(ABSENT)
-    return [Column(name, codes_of(texts.fillna(ABSENT), levels), tuple(levels))]
+    return [category(texts.fillna(ABSENT), levels)]
 
 
-def codes_of(texts: pd.Series, levels: Sequence[str]) -> np.ndarray:
-    """Index of each cell in `levels`, (n,) int64; -1 for others."""
-    return pd.Index(levels).get_indexer(texts).astype(np.int64)
+def category(texts: pd.Series, levels: Sequence[str]) -> pd.Series:
+    """Cells as a category with these levels; others are missing."""
+    codes = pd.Index(levels).get_indexer(texts)
+    return pd.Series(pd.Categorical.from_codes(codes, levels), texts.index, name=texts.name)

@@ -12,7 +12,6 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import DataError, Folder, numbered_lines
-from crt_exp.experiments.data.files import cached, files_ending, key_of
+from crt_exp.experiments.data.files import Arrays, cached, files_ending, key_of, sha256
 from crt_exp.experiments.data.plan import IGNORED
 from crt_exp.experiments.data.sources import (
     SOURCES,
@@ -100,7 +99,7 @@ def wordnet_file() -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as part:
             part.write_text("\n".join([*lines, ""]))
-    if content(path) != WORDNET_DIGEST:
+    if sha256(path) != WORDNET_DIGEST:
         raise DataError(
             f"{path}: expected the definitions of timm 1.0.31; install timm 1.0.31 and remove this file"
         )
@@ -147,19 +146,13 @@ def lines_of(text: Paths, unknown: str = "[UNK]") -> Iterator[str]:
     for file in text_files(text):
         has_marks = file.suffix.lower() == ".tokens"
         for _, line in numbered_lines(file):
-            if line.strip():
-                yield untokenized(line, unknown) if has_marks else line
-
-
-def untokenized(line: str, unknown: str) -> str:
-    for mark in "-,.":
-        line = line.replace(f" @{mark}@ ", mark)
-    return line.replace("<unk>", unknown)
-
-
-def content(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+            if not line.strip():
+                continue
+            if has_marks:
+                for mark in "-,.":
+                    line = line.replace(f" @{mark}@ ", mark)
+                line = line.replace("<unk>", unknown)
+            yield line
 
 
 def hub_text(hub: Hub) -> Path:
@@ -170,37 +163,17 @@ def hub_text(hub: Hub) -> Path:
     """
     column = hub["column"]
     rows = load_rows(hub, hub["split"], ["column"])
-    check_text(rows, column, f"{hub['name']} {hub['data_files'] or ''}".strip())
-    lines = partial(document_lines, rows[column])
+
+    def lines() -> Iterator[str]:
+        for number, document in enumerate(rows[column], 1):
+            if not isinstance(document, str):
+                raise DataError(
+                    f"{hub['data_files'] or hub['name']}, row {number}: column {column} is {document!r}, "
+                    f"read as {type(document).__name__}; expected text; fix or remove the row"
+                )
+            yield from document.splitlines()
+
     return written_once(f"{key_of(rows._fingerprint, column)}.txt", lines)
-
-
-def document_lines(documents: Iterable[str]) -> Iterator[str]:
-    for document in documents:
-        yield from document.splitlines()
-
-
-def check_text(data: Any, column: str, name: str) -> None:
-    """Raise DataError if a row is not text, such as null, a number or a date."""
-    kind = getattr(data.features[column], "dtype", None)
-    if kind in ("string", "large_string") and not data.data.column(column).null_count:
-        return
-    for number, value in enumerate(data[column], 1):
-        if not isinstance(value, str):
-            raise DataError(
-                f"{name}, row {number}: column {column} is {value!r}, read as {type(value).__name__}; "
-                "expected text; fix or remove the row"
-            )
-
-
-def content_key(cache_dir: Folder, text: Paths, *parts: Any) -> str:
-    """Cache key of a result that depends on a text and `parts`.
-
-    Without a cache, the function reads no text.
-    """
-    if cache_dir is None:
-        return key_of(*parts)
-    return key_of(*parts, *(f"{file.suffix}:{content(file)}" for file in text_files(text)))
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers
@@ -261,7 +234,7 @@ def running_blocks(
     does not fill one block.
     """
 
-    def make() -> dict[str, np.ndarray]:
+    def make() -> Arrays:
         tokens = array("i")
         for ids in token_lists(
             (line + end for line in lines_of(text, tokenizer.unk_token or "<unk>")), tokenizer
@@ -269,8 +242,8 @@ def running_blocks(
             tokens.extend(ids)
         return {"tokens": np.array(tokens, np.int32)}
 
-    key = content_key(cache_dir, text, "tokens 1", end, fingerprint(tokenizer))
-    tokens = cached(cache_dir, key, make)["tokens"]
+    key = ("tokens 1", end, fingerprint(tokenizer))
+    tokens = cached(cache_dir, make, *key, files=text_files(text))["tokens"]
     if len(tokens) < length:
         raise DataError(
             f"the text has {len(tokens)} tokens, fewer than a block of {length}; use a longer text or a "

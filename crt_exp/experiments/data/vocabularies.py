@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from crt_exp.experiments.data import DataError, Folder
-from crt_exp.experiments.data.files import cached
-from crt_exp.experiments.data.text import SPECIAL, Paths, content_key, lines_of
+from crt_exp.experiments.data.files import Arrays, cached
+from crt_exp.experiments.data.text import SPECIAL, Paths, lines_of, text_files
 
 Kind = Literal["wordpiece", "byte_pairs", "sentencepiece"]
 # WikiText writes <unk> for rare words
@@ -38,13 +38,13 @@ def new_tokenizer(
     """
     from transformers import BertTokenizerFast
 
-    make = {"wordpiece": wordpieces, "byte_pairs": byte_pairs, "sentencepiece": pieces}[kind]
-    key = content_key(cache_dir, text, "vocabulary 1", kind, size, lowercase)
-    stored = cached(
-        cache_dir,
-        key,
-        lambda: {"json": np.frombuffer(make(text, size, lowercase).encode(), np.uint8)},
-    )
+    build = {"wordpiece": wordpieces, "byte_pairs": byte_pairs, "sentencepiece": pieces}[kind]
+
+    def make() -> Arrays:
+        return {"json": np.frombuffer(build(text, size, lowercase).encode(), np.uint8)}
+
+    key = ("vocabulary 1", kind, size, lowercase)
+    stored = cached(cache_dir, make, *key, files=text_files(text))
     description = stored["json"].tobytes().decode()
     if kind == "wordpiece":
         return BertTokenizerFast(vocab=json.loads(description), do_lower_case=lowercase)

@@ -15,7 +15,6 @@ import functools
 import math
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -28,7 +27,7 @@ from pydantic import Field
 from scipy.stats import rankdata
 from torch import Tensor
 
-from crt_exp.experiments.evolution.environments import Environment, Observation
+from crt_exp.experiments.evolution.environments import Environment
 from crt_exp.experiments.measure.kernel import generator
 from crt_exp.experiments.models.implicit_policy import ImplicitPolicy
 from crt_exp.experiments.runner import checkpoint
@@ -51,16 +50,6 @@ EPS = 1e-8
 
 
 # ---- rollouts, in lockstep groups, in this process or in others
-
-
-@contextmanager
-def without_interrupts() -> Iterator[None]:
-    """Context manager: processes started in it ignore ^C; the parent ends them."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True)
@@ -95,7 +84,11 @@ def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
         returns = np.zeros(len(seeds))
         going = np.ones(len(seeds), bool)
         while going.any():
-            actions = choose_actions(player, layer, thetas, observations, generators)
+            if player.policy is None:
+                actions = np.stack([rng.uniform(-1, 1, player.world.actions) for rng in generators])
+            else:
+                seen = [torch.from_numpy(np.stack(part)).float() for part in zip(*observations)]
+                actions = player.policy.act(layer, thetas, *seen).numpy()
             for i in np.flatnonzero(going):
                 observations[i], reward, ended = worlds[i].step(actions[i])
                 returns[i] += reward
@@ -103,21 +96,12 @@ def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
     return returns.tolist()
 
 
-def choose_actions(
-    player: Player,
-    layer: Any,
-    thetas: Tensor,
-    observations: Sequence[Observation],
-    generators: Sequence[np.random.Generator],
-) -> np.ndarray:
-    if player.policy is None:
-        return np.stack([rng.uniform(-1, 1, player.world.actions) for rng in generators])
-    images, states = (torch.from_numpy(np.stack(part)).float() for part in zip(*observations))
-    return player.policy.act(layer, thetas, images, states).numpy()
-
-
 def play_all(
-    player: Player, thetas: Tensor, seeds: Sequence[int], together: int, workers: int
+    player: Player,
+    thetas: Tensor,
+    seeds: Sequence[int],
+    together: int,
+    workers: int,
 ) -> list[list[float]]:
     """Return the returns of each row of thetas (P, N) in each seed, by row.
 
@@ -126,7 +110,8 @@ def play_all(
     """
     calls = []
     for group in thetas.split(together):
-        calls.append((player, group.repeat_interleave(len(seeds), 0), [*seeds] * len(group)))
+        repeated = group.repeat_interleave(len(seeds), 0)
+        calls.append((player, repeated, [*seeds] * len(group)))
     if min(workers, len(calls)) == 1:
         returns = [play(*call) for call in calls]
     else:
@@ -134,20 +119,22 @@ def play_all(
     flat = list(chain.from_iterable(returns))
     if not np.isfinite(flat).all():
         raise ValueError("a return is not finite; check the environment")
-    return [flat[i : i + len(seeds)] for i in range(0, len(flat), len(seeds))]
+    return np.reshape(flat, (-1, len(seeds))).tolist()
 
 
 def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
     from joblib.externals.loky.process_executor import BrokenProcessPool
 
     parallel = joblib.Parallel(n_jobs=workers, batch_size=1)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
     try:
-        with without_interrupts():
-            return parallel(joblib.delayed(play)(*call) for call in calls)
+        return parallel(joblib.delayed(play)(*call) for call in calls)
     except BrokenProcessPool:
         raise Stopped(
             f"task.workers={workers}: a worker died; continue with resume=auto and fewer", 1
         ) from None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ---- evolution strategies
@@ -190,12 +177,17 @@ class State:
     records: int = 0
     rollouts: int = 0
 
-    @property
-    def counts(self) -> dict[str, int]:
+    def record(self, split: str, seeds: list[int], returns: np.ndarray, **more: float) -> Record:
+        """Line of metrics.jsonl about rollouts of the seeds."""
         return {
-            "generation": self.generation,
-            "records": self.records,
+            "step": self.generation,
+            "epoch": 0,
+            "split": split,
+            "return": float(np.mean(returns)),
+            **more,
             "rollouts": self.rollouts,
+            "seeds": seeds,
+            "returns": returns.tolist(),
         }
 
 
@@ -216,7 +208,8 @@ def members(theta: Tensor, eps: Tensor, sigma: float) -> Tensor:
 
 def centered_ranks(returns: Sequence[float]) -> Tensor:
     """Return ranks from -1/2 to 1/2; ties share a rank."""
-    return torch.from_numpy((rankdata(returns) - 1) / (len(returns) - 1) - 0.5).float()
+    ranks = rankdata(returns) - 1
+    return torch.from_numpy(ranks / (len(returns) - 1) - 0.5).float()
 
 
 def gradient(ranks: Tensor, eps: Tensor, sigma: float) -> Tensor:
@@ -236,13 +229,24 @@ def ascend(state: State, g: Tensor, lr: float) -> None:
 
 
 def evolve(
-    plan: Strategy, workers: int, player: Player, seed: int, done: int, directory: Path | None
+    plan: Strategy,
+    workers: int,
+    player: Player,
+    seed: int,
+    done: int,
+    directory: Path | None,
 ) -> Iterator[Record]:
     """Yield the records of a run: generations, evaluations and the final test.
 
     The first `done` records are in the run directory, which also stores the state.
     """
-    state = restored(directory, done) or initial_state(player, seed)
+    state = restored(directory, done)
+    if state is None:
+        theta = torch.zeros(0)
+        if player.policy is not None:
+            lead = torch.from_numpy(player.world.lead).float()
+            theta = player.policy.initial(generator(seed), lead)
+        state = State(theta, torch.zeros(2, len(theta)))
     if player.policy is not None:
         if state.generation == 0:
             save_state(directory, state)
@@ -258,13 +262,6 @@ def evolve(
     yield {**evaluate(plan, player, state, seed, "test", plan["tested"]), "final": True}
 
 
-def initial_state(player: Player, seed: int) -> State:
-    if player.policy is None:
-        return State(torch.zeros(0), torch.zeros(2, 0))
-    theta = player.policy.initial(generator(seed), torch.from_numpy(player.world.lead).float())
-    return State(theta, torch.zeros(2, len(theta)))
-
-
 def train_generation(
     plan: Strategy, workers: int, player: Player, state: State, seed: int
 ) -> Record:
@@ -272,22 +269,13 @@ def train_generation(
     eps = directions(seed, state.generation, plan["population"] // 2, len(state.theta))
     seeds = seeds_of("train", seed, state.generation, plan["rollouts"])
     thetas = members(state.theta, eps, plan["sigma"])
-    returns = play_all(player, thetas, seeds, plan["together"], workers)
-    ranks = centered_ranks(np.mean(returns, 1))
+    returns = np.array(play_all(player, thetas, seeds, plan["together"], workers))
+    ranks = centered_ranks(returns.mean(1))
     ascend(state, gradient(ranks, eps, plan["sigma"]), plan["lr"])
     state.generation += 1
     state.rollouts += plan["population"] * plan["rollouts"]
-    return {
-        "step": state.generation,
-        "epoch": 0,
-        "split": "train",
-        "return": float(np.mean(returns)),
-        "best": float(np.max(returns)),
-        "rollouts": state.rollouts,
-        "seeds": seeds,
-        "returns": returns,
-        "norm": float(state.theta.norm()),
-    }
+    record = state.record("train", seeds, returns, best=float(returns.max()))
+    return record | {"norm": float(state.theta.norm())}
 
 
 def evaluate(
@@ -300,16 +288,7 @@ def evaluate(
         group = seeds[start : start + plan["together"]]
         groups += play_all(player, state.theta[None], group, 1, 1)
     returns = np.concatenate(groups)
-    return {
-        "step": state.generation,
-        "epoch": 0,
-        "split": split,
-        "return": float(returns.mean()),
-        "std": float(returns.std()),
-        "rollouts": state.rollouts,
-        "seeds": seeds,
-        "returns": returns.tolist(),
-    }
+    return state.record(split, seeds, returns, std=float(returns.std()))
 
 
 # ---- the state on disk
@@ -319,7 +298,8 @@ def save_state(directory: Path | None, state: State) -> None:
     if directory is not None:
         tensors = {"theta": state.theta, "moments": state.moments}
         root = directory / CHECKPOINTS
-        checkpoint.save(root, state.generation, {"evolution": tensors}, state.counts)
+        counts = {name: getattr(state, name) for name in ("generation", "records", "rollouts")}
+        checkpoint.save(root, state.generation, {"evolution": tensors}, counts)
         checkpoint.prune(root, 2)
 
 

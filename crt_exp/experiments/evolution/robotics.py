@@ -43,7 +43,8 @@ class Robotics(Measurement):
         size: Pixels of a side of the image.
 
     Attributes:
-        world: Class of the environment, created with `options`.
+        world: Class of the environment.
+        world_options: Names of the options that the environment takes.
     """
 
     metric = "return"
@@ -51,6 +52,7 @@ class Robotics(Measurement):
     name: ClassVar[str]
 
     world: ClassVar[type[Environment]]
+    world_options: ClassVar[tuple[str, ...]]
     looks: Looks
     policy: Policy
     strategy: Strategy
@@ -71,7 +73,7 @@ class Robotics(Measurement):
     @property
     def options(self) -> dict[str, Any]:
         """Options of the environment."""
-        return {"size": self.size}
+        return {name: getattr(self, name) for name in self.world_options}
 
     @property
     def uses(self) -> frozenset[str]:
@@ -81,12 +83,9 @@ class Robotics(Measurement):
     def measures_whole(cls, mechanism: Mechanism) -> bool:
         return True  # any attention can rank patches
 
-    def player(self, mechanism: Mechanism) -> Player:
-        policy = None if self.looks == "random" else self.model
-        return Player(self.world, tuple(self.options.items()), policy, mechanism)
-
     def records(self, mechanism: Mechanism, seed: int, done: list[Record] = ()) -> Iterator[Record]:
-        player = self.player(mechanism)
+        policy = None if self.looks == "random" else self.model
+        player = Player(self.world, tuple(self.options.items()), policy, mechanism)
         return evolve(self.strategy, self.workers, player, seed, len(done), self.directory)
 
     def summary(self, records: list[Record]) -> str:
@@ -104,11 +103,9 @@ class Locomotion(Robotics):
     name = "locomotion"
     world = SteppingStones
 
-    seconds: Positive
+    world_options = ("size", "seconds")
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return super().options | {"seconds": self.seconds}
+    seconds: Positive
 
 
 @task_class
@@ -118,8 +115,6 @@ class ArmSweeping(Robotics):
     name = "arm_sweeping"
     world = SweepingArms
 
-    particles: Annotated[int, Field(ge=2, le=PARTICLES)]
+    world_options = ("size", "particles")
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return super().options | {"particles": self.particles}
+    particles: Annotated[int, Field(ge=2, le=PARTICLES)]

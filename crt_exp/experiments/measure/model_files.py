@@ -163,7 +163,7 @@ def image_bench(model: str, folder: str, split: Split) -> BatchBench:
 
     labels: list[Tensor] | None = []
     for i in judged:
-        label = label_of(files[i][len(str(place)) :], classes)
+        label = label_of(str(files[i].relative_to(place)), classes)
         if label is None:
             labels = None
             break
@@ -218,7 +218,7 @@ def audio_bench(model: str, source: str, split: Split) -> BatchBench:
     loaded, make_batch = load_model(model)
     try:
         batches = [make_batch(utterances[i]) for i in [*judged, *training]]
-    except speech.BadAudio as error:
+    except DataError as error:
         raise DataError(f"task.audio={source}: {error}") from None
     if len({"labels" in batch for batch in batches}) > 1:
         raise DataError(f"task.audio={source}: only some utterances have labels known to the model")
@@ -235,11 +235,11 @@ def read_utterances(source: str) -> list[speech.Utterance]:
             utterances += speech.table_utterances(path, split)
     else:
         for file in speech.audio_files(source, "task.audio"):
-            part = speech.AudioPart(str(file), speech.seconds_of(file, str(file)))
+            part = speech.audio_part(str(file))
             utterances.append(speech.Utterance(file.stem, "", (part,)))
     if not utterances:
         raise DataError(f"task.audio={source}: no utterances; expected at least one")
-    return speech.checked_lengths(utterances)
+    return utterances
 
 
 # a speech model, and the function that makes its arguments from an utterance

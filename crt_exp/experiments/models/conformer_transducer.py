@@ -34,7 +34,7 @@ from crt_exp.experiments.models.folder import (
     save_folder,
 )
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import ConfigError
+from crt_exp.registry import ConfigError, read_yaml
 from crt_exp.samplers.noise import no_autocast
 from crt_exp.validation import Count, NotNegative, check_options
 
@@ -69,39 +69,7 @@ class ConformerSizes(TypedDict):
     ctc: NotNegative  # weight of an additional CTC loss of the encoder in training; 0: none
 
 
-PRESETS = {
-    # Spoken digit strings on 2 cores. Without batch norm and the CTC loss, the loss stays at chance (14 nats a string)
-    # for hundreds of steps.
-    "small": ConformerSizes(
-        mels=40,
-        channels=16,
-        layers=3,
-        dim=96,
-        ffn=384,
-        heads=4,
-        kernel=15,
-        predictor=128,
-        joiner=128,
-        dropout=0.0,
-        norm="batch",
-        ctc=1.0,
-    ),
-    # the encoder of Performers' and Chefs' Random Tables' speech experiments
-    "paper": ConformerSizes(
-        mels=80,
-        channels=256,
-        layers=17,
-        dim=256,
-        ffn=1024,
-        heads=4,
-        kernel=31,
-        predictor=512,
-        joiner=1024,
-        dropout=0.1,
-        norm="batch",
-        ctc=0.0,
-    ),
-}
+PRESETS = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 def check_sizes(sizes: ConformerSizes) -> None:
@@ -338,8 +306,7 @@ class ConformerTransducer(nn.Module):
     ):
         """Return the losses (B,) in nats, None without targets.
 
-        With `search` (`greedy`) the result is (losses, hypotheses). In training the losses include the weighted CTC
-        loss.
+        With `search` (`greedy`) the result is (losses, hypotheses).
 
         Args:
             audio: (B, N) int16.
@@ -349,44 +316,36 @@ class ConformerTransducer(nn.Module):
             bands, spans: see `apply_spec_augment`.
         """
         encoded, lengths = self.encoder(audio, samples, bands, spans)
-        losses = None if targets is None else self.losses(encoded, lengths, targets, target_lengths)
-        if self.training and self.ctc is not None and losses is not None:
-            losses = losses + self.weight * self.ctc_losses(
-                encoded, lengths, targets, target_lengths
-            )
+        losses = None
+        if targets is not None:
+            losses = self.losses(encoded, lengths, targets, target_lengths)
         return losses if search is None else (losses, search(self, encoded, lengths))
 
     def losses(
         self, encoded: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor
     ) -> Tensor:
-        """RNN-T loss (B,): negative log probability of each transcript in nats."""
+        """RNN-T loss (B,): negative log probability of each transcript in nats.
+
+        In training, with the weighted CTC loss (Graves et al., 2006). It is 0 for a transcript that is too long for its
+        frames, which only the transducer loss supports.
+        """
         said, _ = self.predictor(F.pad(targets, (1, 0), value=self.blank))
         heard = self.joiner.heard(encoded)
         said = self.joiner.said(said)
         logits = self.joiner(heard[:, :, None], said[:, None])  # (B, T, U + 1, V)
         lengths = lengths.int()
         target_lengths = target_lengths.int()
-        return rnnt_loss(
+        losses = rnnt_loss(
             logits.float(), targets.int(), lengths, target_lengths, self.blank, reduction="none"
         )
-
-    def ctc_losses(
-        self, encoded: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor
-    ) -> Tensor:
-        """CTC loss (B,) of each transcript (Graves et al., 2006).
-
-        0 for a transcript that is too long for its frames, which only the transducer loss supports.
-        """
+        if not self.training or self.ctc is None:
+            return losses
         logs = self.ctc(encoded).float().log_softmax(-1).transpose(0, 1)  # (T, B, V)
-        return F.ctc_loss(
-            logs,
-            targets.long(),
-            lengths,
-            target_lengths.long(),
-            self.blank,
-            "none",
-            zero_infinity=True,
+        targets = targets.long()
+        ctc_losses = F.ctc_loss(
+            logs, targets, lengths, target_lengths, self.blank, "none", zero_infinity=True
         )
+        return losses + self.weight * ctc_losses
 
 
 # ---- recognition -----------------------------------------------------------------------------------------------------
@@ -440,10 +399,12 @@ class Recogniser(NamedTuple):
         The tensors of a run include its random projections.
         """
         model = ConformerTransducer(len(self.symbols) + 1, self.rate, self.sizes)  # plus blank
-        model = model if self.mechanism.is_exact else self.mechanism.swap(model)
+        if not self.mechanism.is_exact:
+            self.mechanism.swap(model)
         if tensors is not None:
             model.load_state_dict(tensors)
-        return model if tensors is None else model.eval()
+            model.eval()
+        return model
 
 
 def save_model(recogniser: Recogniser, tensors: Tensors, directory: Path) -> None:

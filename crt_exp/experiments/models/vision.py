@@ -23,10 +23,9 @@ from crt_exp.experiments.data.sources import reason_of
 from crt_exp.experiments.models.encoders import EXACT, attention_changes, buildable, quiet
 from crt_exp.experiments.models.folder import (
     CONFIG,
-    MODEL,
     Tensors,
+    folder_of,
     mismatch,
-    refuse_adapters,
     save_tensors,
     whole_folder,
     without,
@@ -41,6 +40,8 @@ SIZES = {"patch": "patch_size", "width": "embed_dim", "depth": "depth", "heads":
 # of ImageNet
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
+# arguments of timm's transforms; crop_pct: fraction of a side that the centre crop keeps
+PREPROCESSING = {"crop_pct": 1.0, "interpolation": "bicubic", "mean": MEAN, "std": STD}
 ATTENTION = "attention.safetensors"
 HEAD = (
     "head.",
@@ -77,10 +78,7 @@ class VisionDescription:
     size: int  # pixels of a side of the images
     options: dict[str, Any] = field(default_factory=dict)
     classes: tuple[str, ...] | None = None
-    mean: tuple[float, ...] = MEAN
-    std: tuple[float, ...] = STD
-    crop: float = 1.0  # fraction of a side that the centre crop keeps
-    interpolation: str = "bicubic"
+    preprocessing: dict[str, Any] = field(default_factory=PREPROCESSING.copy)
 
     def make(self, **options: Any) -> nn.Module:
         """Build the model with random weights and exact attention.
@@ -106,13 +104,7 @@ class VisionDescription:
         """The evaluation transform: PIL.Image -> tensor (3, size, size)."""
         from timm.data import create_transform
 
-        return create_transform(
-            self.size,
-            interpolation=self.interpolation,
-            mean=self.mean,
-            std=self.std,
-            crop_pct=self.crop,
-        )
+        return create_transform(self.size, **self.preprocessing)
 
     # ---- config.json
 
@@ -122,10 +114,7 @@ class VisionDescription:
         config = {
             "input_size": [3, self.size, self.size],
             "fixed_input_size": True,
-            "crop_pct": self.crop,
-            "interpolation": self.interpolation,
-            "mean": self.mean,
-            "std": self.std,
+            **self.preprocessing,
             "num_classes": count,
             "label_names": self.classes,
             "first_conv": "patch_embed.proj",
@@ -143,15 +132,23 @@ class VisionDescription:
     def read(cls, content: dict[str, Any], path: Path) -> "VisionDescription":
         """Read a config.json of timm or of transformers' ViTMAE. Raises DataError."""
         if content.get("model_type") == "vit_mae":
-            return cls.of_mae(content)
+            from transformers import ViTMAEConfig
+
+            mae = ViTMAEConfig(**content)  # missing keys have their defaults
+            options = {
+                "patch_size": mae.patch_size,
+                "embed_dim": mae.hidden_size,
+                "depth": mae.num_hidden_layers,
+                "num_heads": mae.num_attention_heads,
+                "mlp_ratio": mae.intermediate_size / mae.hidden_size,
+            }
+            return cls(SIZED, mae.image_size, options)
         try:
             config = content.get("pretrained_cfg", content)
             config |= {"num_classes": content.get("num_classes", config.get("num_classes"))}
-            options = {
-                k: v
-                for k, v in content.get("model_args", {}).items()
-                if k not in ("img_size", "num_classes")
-            }
+            options = dict(content.get("model_args", {}))
+            for key in ("img_size", "num_classes"):
+                options.pop(key, None)
             return cls.of_timm(content["architecture"], config, options)
         except (ConfigError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DataError(
@@ -164,31 +161,8 @@ class VisionDescription:
     ) -> "VisionDescription":
         """Build from a pretrained_cfg of timm."""
         names = config.get("label_names") or [str(i) for i in range(config.get("num_classes") or 0)]
-        return cls(
-            model,
-            config["input_size"][-1],
-            options,
-            tuple(names) or None,
-            tuple(config["mean"]),
-            tuple(config["std"]),
-            config.get("crop_pct") or 1.0,
-            config.get("interpolation") or "bicubic",
-        )
-
-    @classmethod
-    def of_mae(cls, content: dict[str, Any]) -> "VisionDescription":
-        """Build from a config.json of ViTMAE, where missing keys have their defaults."""
-        from transformers import ViTMAEConfig
-
-        config = ViTMAEConfig(**content)
-        options = {
-            "patch_size": config.patch_size,
-            "embed_dim": config.hidden_size,
-            "depth": config.num_hidden_layers,
-            "num_heads": config.num_attention_heads,
-            "mlp_ratio": config.intermediate_size / config.hidden_size,
-        }
-        return cls(SIZED, config.image_size, options)
+        read = {key: config.get(key) or default for key, default in PREPROCESSING.items()}
+        return cls(model, config["input_size"][-1], options, tuple(names) or None, read)
 
 
 def check_patch(size: int, patch: int) -> None:
@@ -211,11 +185,9 @@ def timm_description(model: str) -> VisionDescription:
         near = did_you_mean(model, timm.list_models("*vit*", pretrained=bool(tag)))
         raise ConfigError(f"task.model={model}: unknown to timm{near}")
     config = timm.get_pretrained_cfg(model)
-    return (
-        VisionDescription.of_timm(model, config.to_dict(), {})
-        if config
-        else VisionDescription(model, 224)
-    )
+    if config is None:
+        return VisionDescription(model, 224)
+    return VisionDescription.of_timm(model, config.to_dict(), {})
 
 
 # ---- sources of weights
@@ -248,23 +220,18 @@ def checkpoint_of(init: str) -> Checkpoint | None:
     named = f"task.init={init}"
     if path.is_file():
         return Checkpoint(named, path, None, {})
-    for folder in (path / MODEL, path):
-        if (config := folder / CONFIG).is_file():
-            content = json_object(config)
-            if not isinstance(own := content.get("crt_exp", {}), dict):
-                raise DataError(f"{config}: crt_exp: expected keys with values")
-            attention = own if differences(own.get("described", EXACT), EXACT) else {}
-            description = VisionDescription.read(content, config)
-            return Checkpoint(named, folder, description, attention)
-    refuse_adapters(path, named)
-    if (path / "config.yaml").is_file():
-        raise DataError(
-            f"{named}: unfinished run; continue it with resume=auto hydra.run.dir={init}"
-        )
-    raise DataError(
-        f"{named}: expected scratch, pretrained, a file of weights, a model folder with {CONFIG}, or a run "
-        f"of task=imagenet or task=mae{did_you_mean(init, ('scratch', 'pretrained'))}"
+    wanted = (
+        f"scratch, pretrained, a file of weights, a model folder with {CONFIG}, or a run of task=imagenet or "
+        f"task=mae{did_you_mean(init, ('scratch', 'pretrained'))}"
     )
+    folder = folder_of(path, "task.init", wanted)
+    content = json_object(folder / CONFIG)
+    own = content.get("crt_exp", {})
+    if not isinstance(own, dict):
+        raise DataError(f"{folder / CONFIG}: crt_exp: expected keys with values")
+    attention = own if differences(own.get("described", EXACT), EXACT) else {}
+    description = VisionDescription.read(content, folder / CONFIG)
+    return Checkpoint(named, folder, description, attention)
 
 
 def tensors_of(path: Path, named: str) -> Tensors:
@@ -296,9 +263,8 @@ def mae_weights(folder: Path, named: str) -> Tensors:
         for old, new in MAE_NAMES.items():
             name = re.sub(old, new, name)
         weights[name] = tensor
-    for name in [
-        name for name in weights if ".q_proj." in name
-    ]:  # timm has queries, keys and values in one matrix
+    # timm has queries, keys and values in one matrix
+    for name in [name for name in weights if ".q_proj." in name]:
         parts = [weights.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
         weights[name.replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
     return weights
@@ -425,7 +391,8 @@ def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
     file = checkpoint.path / ATTENTION
     noise = tensors_of(file, checkpoint.named) if file.is_file() else {}
     make_room(model, noise)
-    own = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." in name}
+    state = model.state_dict()
+    own = {name: state[name] for name in state.keys() - without(state, ".swapped.").keys()}
     if wrong := mismatch(own, noise):
         raise DataError(f"{checkpoint.named}: {file} does not match the model: {wrong}")
     model.load_state_dict(noise, strict=False)

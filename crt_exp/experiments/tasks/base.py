@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -105,10 +105,12 @@ class Task(BaseTask):
     """
 
     # metric: key in the result of `evaluate`; selects the best weights.
+    # splits: the rows of each split
     # validation: split evaluated during training; None: no evaluation, the last weights are the result.
     # test: split evaluated at the end; None: the validation split.
     # predictions: whether the run writes the test predictions; then `evaluate` sets `predicted`.
     # predicted: predictions of the last evaluated split, see experiments/predictions.py
+    splits: Mapping[str, Sized]
     validation: str | None = "validation"
     test: str | None = "test"
     predictions: bool = False
@@ -118,9 +120,9 @@ class Task(BaseTask):
     # batches of 8 rows that `calibrate` reads; an option of tasks that call it
     calibration: int
 
-    @abstractmethod
     def length(self, split: str) -> int:
         """Number of rows of a split."""
+        return len(self.splits[split])
 
     @abstractmethod
     def build(self, mechanism: Mechanism) -> nn.Module:
@@ -247,6 +249,11 @@ def task_class(kind: type) -> type:
 
 def exp(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
+
+
+def smoothed(counts: np.ndarray) -> np.ndarray:
+    """Frequencies of counted symbols (V,), with add-one smoothing."""
+    return (counts + 1.0) / (counts + 1.0).sum()
 
 
 @dataclass

@@ -81,23 +81,23 @@ class Books(SymbolTask):
         if len(texts) == 1:
             texts = texts["train"].held_out(HELD_OUT, apart)
         self.data = {}
+        self.splits = {}
         for split, text in texts.items():
+            whole = split != "train"
             if apart:
-                self.data[split] = Rows.of_lines(text, self.max_length, self.end)
+                data = Rows.of_lines(text, self.max_length, self.end)
             else:
-                whole = split != "train"
-                self.data[split] = Rows.packed(text, self.max_length, self.end, whole=whole)
-        if short := next((split for split, data in self.data.items() if not len(data)), None):
-            raise DataError(
-                f"task.max_length={self.max_length}: {short} has only {len(texts[short].tokens)} tokens; "
-                "use a longer text, or a smaller value"
-            )
-        self.places = {}
-        for split, data in self.data.items():
+                data = Rows.packed(text, self.max_length, self.end, whole)
             count = len(data)
-            if split != "train" and self.evaluated is not None:
+            if not count:
+                raise DataError(
+                    f"task.max_length={self.max_length}: {split} has only {len(text.tokens)} tokens; "
+                    "use a longer text, or a smaller value"
+                )
+            if whole and self.evaluated is not None:
                 count = min(count, self.evaluated)
-            self.places[split] = np.linspace(0, len(data) - 1, count).round().astype(np.int64)
+            self.data[split] = data
+            self.splits[split] = np.linspace(0, len(data) - 1, count).round().astype(np.int64)
 
     # ---- text
 
@@ -113,12 +113,9 @@ class Books(SymbolTask):
 
     # ---- rows
 
-    def length(self, split: str) -> int:
-        return len(self.places[split])
-
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data = self.data[split]
-        places = self.places[split]
+        places = self.splits[split]
         if split == "train" and self.rows == "apart":
             batches = bucketed(data.lengths, plan)
         else:
@@ -144,14 +141,12 @@ class Books(SymbolTask):
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         metrics = super().evaluate(model, split, reader)
-        ratio = self.data[split].tokens_per_word(self.places[split])
+        ratio = self.data[split].tokens_per_word(self.splits[split])
         return metrics | {
             "word_perplexity": exp(metrics["loss"] * ratio),
             "tokens_per_word": ratio,
             "unigram_word_perplexity": exp(math.log(metrics["unigram_perplexity"]) * ratio),
         }
 
-    @cached_property
-    def unigram(self) -> np.ndarray:
-        counts = self.data["train"].text.counts(self.predictable) + 1.0
-        return counts / counts.sum()
+    def counts(self) -> np.ndarray:
+        return self.data["train"].text.counts(self.predictable)

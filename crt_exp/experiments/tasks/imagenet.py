@@ -83,12 +83,9 @@ class ImageTask(Task):
             self.workers = 0
 
     def inputs(self) -> list[Path | None]:
-        if self.hub["name"] is not None or self.dataset == data.DIGITS and self.data_dir is None:
+        if self.hub["name"] is not None:
             return []
-        return [task_folder(f"images/{self.dataset}", self.data_dir)]
-
-    def length(self, split: str) -> int:
-        return len(self.splits[split])
+        return data.image_folders(self.dataset, self.data_dir)
 
     def read(
         self,
@@ -192,7 +189,7 @@ class ImageNet(ImageTask):
             classes=self.classes,
             size=self.size or description.size,
             options=options,
-            crop=self.crop,
+            preprocessing=description.preprocessing | {"crop_pct": self.crop},
         )
 
     def build(self, mechanism: Mechanism) -> nn.Module:
@@ -306,9 +303,7 @@ def training_transform(augment: ImageAugment, description: vision.VisionDescript
             auto_augment=augment["policy"],
             re_prob=augment["erase"],
             re_mode="pixel",
-            interpolation=description.interpolation,
-            mean=description.mean,
-            std=description.std,
+            **description.preprocessing,
         )
     except (AssertionError, ValueError, KeyError, IndexError):
         raise ConfigError(

@@ -134,12 +134,18 @@ class LibriSpeech(Task):
     # ---- data
 
     def read_splits(self) -> dict[str, SpokenSplit]:
-        """Read and check all splits."""
+        """Read and check all splits, without training utterances of more than max_seconds."""
         utterances = {}
         for split in SPLITS:
-            utterances[split] = speech.checked_lengths(self.read(split))
+            utterances[split] = list(self.read(split))
             if split == "train":
-                utterances[split] = self.without_longest(utterances[split])
+                every = utterances[split]
+                utterances[split] = [part for part in every if part.seconds <= self.max_seconds]
+                if longer := len(every) - len(utterances[split]):
+                    warn(
+                        f"task.max_seconds={self.max_seconds:g}: {longer} of {len(every)} training "
+                        "utterances are longer and left out"
+                    )
             if not utterances[split]:
                 raise DataError(f"{split}: no utterances; expected at least one")
         if self.corpus == "librispeech":
@@ -154,16 +160,6 @@ class LibriSpeech(Task):
             texts = [utterance.text for utterance in utterances["train"]]
             self.vocabulary = Symbols.from_texts(self.symbols, texts, self.pieces)
         return {split: self.encode_split(split, of_split) for split, of_split in utterances.items()}
-
-    def without_longest(self, utterances: list[speech.Utterance]) -> list[speech.Utterance]:
-        """Leave out training utterances of more than max_seconds, and report their number."""
-        left = [utterance for utterance in utterances if utterance.seconds <= self.max_seconds]
-        if len(left) < len(utterances):
-            warn(
-                f"task.max_seconds={self.max_seconds:g}: {len(utterances) - len(left)} of "
-                f"{len(utterances)} training utterances are longer and left out"
-            )
-        return left
 
     def read(self, split: str) -> Iterable[speech.Utterance]:
         if self.on_hub:
@@ -221,7 +217,7 @@ class LibriSpeech(Task):
         yield from by_workers(make, asked, self.workers)
 
     def batch(self, data: SpokenSplit, plan: Plan | None, rows: Sequence[int]) -> Batch:
-        """Batch of CPU tensors; raises BadAudio.
+        """Batch of CPU tensors; raises DataError.
 
         plan: that of training, which draws speeds and masks for each row; None in evaluation.
         """

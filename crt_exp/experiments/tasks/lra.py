@@ -7,7 +7,7 @@ Notation: B rows of a batch (two for an example of retrieval), L symbols of the 
 
 import math
 from collections.abc import Iterator
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,9 +19,8 @@ from torch.nn import functional as F
 
 from crt_exp.experiments.data import arena, check_classes, images
 from crt_exp.experiments.data.arena import LONGEST, PAGES, Dataset, Labelled
-from crt_exp.experiments.data.images import DIGITS, VALUES, square_image
-from crt_exp.experiments.data.plan import SPLITS, by_length, row_sample, token_batch
-from crt_exp.experiments.data.sources import task_folder
+from crt_exp.experiments.data.images import VALUES, square_image
+from crt_exp.experiments.data.plan import SPLITS, by_length, counts_of, row_sample, token_batch
 from crt_exp.experiments.models.language import Classifier
 from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, task_class
 from crt_exp.experiments.tasks.sequences import SequenceTask, SymbolTask
@@ -53,11 +52,12 @@ class LRA(SequenceTask):
 
     def __post_init__(self):
         self.arena = arena.load(self.dataset, self.data_dir, self.rules, self.scale, self.cache_dir)
+        self.splits = self.arena.splits
         check_classes(
-            self.arena.splits["train"].labels.tolist(),
+            self.splits["train"].labels.tolist(),
             f"task.dataset={self.dataset}, training split",
         )
-        whole = max(int(lengths_of(self.arena.splits[split], 1).max()) for split in SPLITS)
+        whole = max(int(lengths_of(self.splits[split], 1).max()) for split in SPLITS)
         self.row_length = self.max_length or (
             min(whole, LONGEST) if self.dataset in PAGES else whole
         )
@@ -65,22 +65,19 @@ class LRA(SequenceTask):
             self.arena.symbols + 1, self.row_length, causal=False
         )
         for split in SPLITS[1:]:
-            data = self.arena.splits[split]
-            self.arena.splits[split] = data.take(row_sample(len(data), self.evaluated))
+            data = self.splits[split]
+            self.splits[split] = data.take(row_sample(len(data), self.evaluated))
 
     # ---- data
 
     def inputs(self) -> list[Path | None]:
         if self.dataset == "image":
-            return [task_folder("images/cifar10", self.data_dir)]
+            return images.image_folders("cifar10", self.data_dir)
         return [self.data_dir and Path(self.data_dir).expanduser()]
-
-    def length(self, split: str) -> int:
-        return len(self.arena.splits[split])
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         """Yield tokens (B, L), key_mask if there is padding, labels (B / together,)."""
-        data = self.arena.splits[split]
+        data = self.splits[split]
         together = self.arena.together
         lengths = np.minimum(lengths_of(data, together), self.row_length)
         for examples in by_length(lengths, split, plan, group_lengths=True):
@@ -110,7 +107,7 @@ class LRA(SequenceTask):
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Accuracy, loss, and accuracy of the majority class of the training split."""
-        majority = int(np.bincount(self.arena.splits["train"].labels).argmax())
+        majority = int(np.bincount(self.splits["train"].labels).argmax())
 
         def measure(batch: Batch) -> dict[str, Any]:
             logits = self.outputs(model, batch)
@@ -175,8 +172,7 @@ class Pixels(SymbolTask):
     # ---- data
 
     def inputs(self) -> list[Path | None]:
-        embedded = self.dataset == DIGITS and self.data_dir is None
-        return [] if embedded else [task_folder(f"images/{self.dataset}", self.data_dir)]
+        return images.image_folders(self.dataset, self.data_dir)
 
     def split(self) -> dict[str, images.Images]:
         loaded = images.load(self.dataset, self.data_dir)
@@ -185,9 +181,6 @@ class Pixels(SymbolTask):
         return {"train": train} | {
             split: data.take(row_sample(len(data), self.evaluated)) for split, data in read.items()
         }
-
-    def length(self, split: str) -> int:
-        return len(self.splits[split])
 
     def values(self, split: str, i: int) -> np.ndarray:
         """Pixel values of image i in raster order, (L,) int64."""
@@ -213,12 +206,6 @@ class Pixels(SymbolTask):
             "unigram_bits_per_dim": math.log2(metrics["unigram_perplexity"]),
         }
 
-    @cached_property
-    def unigram(self) -> np.ndarray:
-        chosen = np.linspace(
-            0, self.length("train") - 1, min(COUNTED, self.length("train"))
-        ).astype(np.int64)
-        counts = np.ones(VALUES)
-        for i in chosen:
-            counts += np.bincount(self.values("train", i), minlength=VALUES)
-        return counts / counts.sum()
+    def counts(self) -> np.ndarray:
+        values = partial(self.values, "train")
+        return counts_of(values, self.length("train"), COUNTED, VALUES)

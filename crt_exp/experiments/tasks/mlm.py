@@ -156,7 +156,7 @@ class MLM(Task):
         return list(chain.from_iterable(texts.values()))
 
     @cached_property
-    def blocks(self) -> dict[str, np.ndarray]:
+    def splits(self) -> dict[str, np.ndarray]:
         """Blocks of each split, (blocks, block) int32.
 
         For encoders (blocks, block - 2), because batches add [CLS] and [SEP].
@@ -177,12 +177,9 @@ class MLM(Task):
             blocks["train"] = blocks["train"][:-held_out]
         return blocks
 
-    def length(self, split: str) -> int:
-        return len(self.blocks[split])
-
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         for rows in plan.rows(self.length(split), split):
-            blocks = self.blocks[split][rows]
+            blocks = self.splits[split][rows]
             generators = map(plan.rng, rows)
             if not self.causal:
                 framed = data.framed(blocks, self.tokenizer)
@@ -228,11 +225,6 @@ class MLM(Task):
             options["n_inner"] = options.pop("intermediate_size")
         with encoders.buildable(f"task.sizes={dict(self.sizes)}"):
             config = kind(**options)
-            if config.hidden_size % config.num_attention_heads:
-                raise ConfigError(
-                    f"task.sizes.hidden_size={config.hidden_size}: expected a multiple of "
-                    f"num_attention_heads={config.num_attention_heads}"
-                )
             with torch.device("meta"):  # uses neither memory nor random numbers
                 transformers.AutoModel.from_config(config)
         return config

@@ -29,6 +29,7 @@ from crt_exp.experiments.tasks.base import (
     Task,
     Tensors,
     exp,
+    smoothed,
     task_class,
 )
 from crt_exp.mechanism import Mechanism
@@ -107,6 +108,7 @@ class PTB(Task):
         if self.corpus == "wordnet":
             self.stand_in = stand_in("Penn Treebank", "definitions of WordNet", "corpus=ptb", "ptb")
         self.text = corpora.word_corpus(self.corpus, self.data_dir, self.source)
+        self.splits = self.text.parts
         V = len(self.text.words)
         negatives = self.sampling["negatives"]
         if self.softmax != "full" and negatives > V - 1:
@@ -125,9 +127,6 @@ class PTB(Task):
     def inputs(self) -> list[Path]:
         return corpora.word_files(self.corpus, self.data_dir, self.source)
 
-    def length(self, split: str) -> int:
-        return len(self.text.parts[split])
-
     def epoch_steps(self, plan: Plan) -> int:
         return -(-(self.length("train") // plan.batch) // self.bptt)
 
@@ -140,7 +139,7 @@ class PTB(Task):
         """
         training = split == "train"
         count = plan.batch if training else self.eval_columns
-        columns = corpora.columns(self.text.parts[split], count, self.text.eos, whole=not training)
+        columns = corpora.columns(self.splits[split], count, self.text.eos, whole=not training)
         steps = -(-columns.shape[2] // self.bptt)
         micro = plan.micro if training else 1
         start = plan.start if training else 0
@@ -275,8 +274,7 @@ class PTB(Task):
     @cached_property
     def unigram(self) -> np.ndarray:
         """Word frequencies of the training text with add-one smoothing, (V,)."""
-        counts = self.text.counts + 1.0
-        return counts / counts.sum()
+        return smoothed(self.text.counts)
 
     # ---- results
 

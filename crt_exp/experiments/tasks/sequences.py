@@ -9,6 +9,7 @@ keys fails here, however well it models text.
 Notation: B rows of a batch, L tokens of a row, n predicted tokens, V symbols.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,6 +38,7 @@ from crt_exp.experiments.tasks.base import (
     Task,
     Tensors,
     exp,
+    smoothed,
     task_class,
 )
 from crt_exp.mechanism import Mechanism
@@ -81,7 +83,6 @@ class SymbolTask(SequenceTask):
     Attributes:
         causal: whether symbols are predicted from earlier symbols alone.
         predictable: number of symbols whose predictions count; these symbols have the first ids.
-        unigram: (predictable,) frequencies in the training rows, with add-one smoothing.
     """
 
     init: Annotated[str, Files(("scratch",))]
@@ -158,6 +159,14 @@ class SymbolTask(SequenceTask):
         return (batch["labels"] != IGNORED).sum()
 
     # ---- metrics
+
+    @abstractmethod
+    def counts(self) -> np.ndarray:
+        """Counts of the predictable symbols in training rows, (predictable,)."""
+
+    @cached_property
+    def unigram(self) -> np.ndarray:
+        return smoothed(self.counts())
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> Metrics:
         """Loss in nats, perplexity and accuracy over predictable symbols.
@@ -241,43 +250,36 @@ class Recall(SymbolTask):
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         for chosen in plan.rows(self.length(split), split):
-            rows = [
-                recall_row(split, i, self.block, self.symbols, self.pairs, self.asked)
-                for i in chosen
-            ]
-            tokens, labels = zip(*rows)
+            tokens, labels = zip(*[self.row(split, i) for i in chosen])
             yield {
                 "tokens": torch.from_numpy(np.stack(tokens)),
                 "labels": torch.from_numpy(np.stack(labels)),
             }
 
+    def row(self, split: str, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and labels (L,) of row i.
+
+        The first symbols are values, then come keys, then noise.
+        """
+        rng = np.random.default_rng([SPLITS[split], self.block, self.pairs, i])
+        n = self.symbols
+        tokens = rng.integers(2 * n, 2 * n + NOISE, self.block)
+        labels = np.full(self.block, IGNORED)
+        keys = n + rng.permutation(n)[: self.pairs]
+        values = rng.integers(0, n, self.pairs)
+        asked = rng.integers(0, self.pairs, self.asked)
+        slots = self.block // 2  # of two tokens
+        pair_slots = slots * self.pairs // (self.pairs + self.asked)  # those before queries
+        places = 2 * rng.permutation(pair_slots)[: self.pairs]
+        later = 2 * (pair_slots + rng.permutation(slots - pair_slots)[: self.asked])
+        tokens[places] = keys
+        tokens[places + 1] = values
+        tokens[later] = keys[asked]
+        tokens[later + 1] = values[asked]
+        labels[later] = values[asked]
+        return tokens, labels
+
     # ---- metrics
 
-    @cached_property
-    def unigram(self) -> np.ndarray:
-        return np.full(self.symbols, 1 / self.symbols)
-
-
-def recall_row(
-    split: str, i: int, length: int, symbols: int, pairs: int, queries: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and labels (L,) of row i.
-
-    The first symbols are values, then come keys, then noise.
-    """
-    rng = np.random.default_rng([SPLITS[split], length, pairs, i])
-    n = symbols
-    tokens = rng.integers(2 * n, 2 * n + NOISE, length)
-    labels = np.full(length, IGNORED)
-    keys = n + rng.permutation(n)[:pairs]
-    values = rng.integers(0, n, pairs)
-    asked = rng.integers(0, pairs, queries)
-    pair_slots = length // 2 * pairs // (pairs + queries)  # two-token slots before queries
-    places = 2 * rng.permutation(pair_slots)[:pairs]
-    later = 2 * (pair_slots + rng.permutation(length // 2 - pair_slots)[:queries])
-    tokens[places] = keys
-    tokens[places + 1] = values
-    tokens[later] = keys[asked]
-    tokens[later + 1] = values[asked]
-    labels[later] = values[asked]
-    return tokens, labels
+    def counts(self) -> np.ndarray:
+        return np.zeros(self.symbols)

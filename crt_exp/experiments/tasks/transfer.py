@@ -273,11 +273,18 @@ class Transfer(MLM):
         `error` is the mean over layers of |output - exact| / |exact|, `error_worst` the largest layer error. Then come
         the metrics of the swapped model on its own layer inputs. `exact_loss` is the loss of the exact model.
         """
-        recorder = ErrorRecorder(model)
-        exact = super().evaluate(recorder, split, reader)
-        error_sums = reader.sum(*recorder.errors.values())
-        exact_sums = reader.sum(*recorder.exact.values())
-        errors = [(error / whole) ** 0.5 for error, whole in zip(error_sums, exact_sums)]
+        totals: Counter[tuple[int, int]] = Counter()  # the squares of each layer, in turn
+
+        def exact_model(**batch: Tensor) -> Any:
+            _, out = model(**batch)
+            for number, squares in sorted(model.squares.items()):
+                for i, square in enumerate(squares):
+                    totals[number, i] += float(square)
+            return out
+
+        exact = super().evaluate(exact_model, split, reader)
+        sums = reader.sum(*totals.values())
+        errors = [(error / whole) ** 0.5 for error, whole in zip(sums[::2], sums[1::2])]
         model.teaching = False
         try:
             swapped = super().evaluate(model.model, split, reader)
@@ -293,25 +300,3 @@ class Transfer(MLM):
     def export(self, model: nn.Module, tensors: Tensors, directory: Path) -> None:
         renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         super().export(model.model, renamed, directory)
-
-
-class ErrorRecorder:
-    """Return the output of the exact model and accumulate layer errors.
-
-    Attributes:
-        errors, exact: |output - exact|^2 and |exact|^2 by layer.
-    """
-
-    def __init__(self, model: TransferModel):
-        self.model = model
-        self.errors: Counter[int] = Counter()
-        self.exact: Counter[int] = Counter()
-
-    @torch.no_grad()
-    def __call__(self, *args: Tensor, **batch: Tensor):
-        _, out = self.model(*args, **batch)
-        for number in sorted(self.model.squares):
-            error, exact = self.model.squares[number]
-            self.errors[number] += float(error)
-            self.exact[number] += float(exact)
-        return out

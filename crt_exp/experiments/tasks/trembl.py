@@ -6,7 +6,6 @@ unigram baseline.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from crt_exp.experiments.data import DataError, protein
-from crt_exp.experiments.data.plan import by_length, token_batch
+from crt_exp.experiments.data.plan import by_length, counts_of, token_batch
 from crt_exp.experiments.data.protein import LETTERS, Chains, FamilyOptions, Singles
 from crt_exp.experiments.data.sources import stand_in, task_folder
 from crt_exp.experiments.tasks.base import Batch, Metrics, Plan, Reader, task_class
@@ -71,10 +70,10 @@ class TrEMBL(SymbolTask):
             self.sequences, self.held_out(), self.validation_share, self.test_share
         )
         kind = Chains if self.chains else Singles
-        self.rows = {
+        self.splits = {
             name: kind(self.sequences, rows, self.max_length) for name, rows in split.items()
         }
-        if empty := [name for name, rows in self.rows.items() if not len(rows)]:
+        if empty := [name for name, rows in self.splits.items() if not len(rows)]:
             raise DataError(
                 f"task.max_length={self.max_length}: {empty[0]} has too few symbols for one row"
             )
@@ -104,11 +103,8 @@ class TrEMBL(SymbolTask):
             return protein.held_out_by_family(self.sequences, self.families)
         return protein.held_out_by_file(self.sequences, self.held_out_files)
 
-    def length(self, split: str) -> int:
-        return len(self.rows[split])
-
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
-        data = self.rows[split]
+        data = self.splits[split]
         for numbers in by_length(data.lengths, split, plan, group_lengths=True):
             rows = [data[i] for i in numbers]
             if self.causal:
@@ -124,15 +120,15 @@ class TrEMBL(SymbolTask):
         metrics = super().evaluate(model, split, reader)
         if split != "test":
             return metrics
-        if "ood" in self.rows:
+        if "ood" in self.splits:
             metrics |= {
                 f"{key}_ood": value for key, value in super().evaluate(model, "ood", reader).items()
             }
         return metrics | self.statistics()
 
-    @cached_property
-    def unigram(self) -> np.ndarray:
-        return protein.letter_frequencies(self.rows["train"])
+    def counts(self) -> np.ndarray:
+        rows = self.splits["train"]
+        return counts_of(rows.__getitem__, len(rows), protein.COUNTED, self.predictable)
 
     def statistics(self) -> Metrics:
         """Length statistics of each split (Performers Table 1).
@@ -140,7 +136,7 @@ class TrEMBL(SymbolTask):
         With task.chains they are statistics of rows, else of whole sequences.
         """
         result = {}
-        for split, rows in self.rows.items():
+        for split, rows in self.splits.items():
             lengths = rows.lengths if self.chains else self.sequences.lengths[rows.rows]
             result |= {
                 f"{split}_{key}": value for key, value in protein.length_statistics(lengths).items()

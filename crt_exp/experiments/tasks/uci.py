@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
+from sklearn.base import ClassifierMixin
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.impute import SimpleImputer
 from sklearn.metrics import accuracy_score, r2_score
@@ -119,8 +120,14 @@ class UCI(Measurement):
             noise_seed = int(np.random.SeedSequence([seed, repeat, draw]).generate_state(1)[0])
             row, answers = self.evaluate(mechanism, *self.divide(seed, repeat), noise_seed)
             for number, answer in zip(self.divided_rows(seed, repeat)[2], answers):
+                label = self.table.target[number]
+                if self.table.classes is None:
+                    answer = float(answer)
+                else:
+                    label = self.table.classes[label]
+                    answer = self.table.classes[answer]
                 key = {"repeat": repeat, "draw": draw, "example": number}
-                predicted.append(key | self.named_answer(number, answer))
+                predicted.append(key | {"label": label, "prediction": answer})
             scores.append(row[self.metric])
             yield {"split": "split", "repeat": repeat, "draw": draw, **row}
         if self.directory:
@@ -150,13 +157,6 @@ class UCI(Measurement):
         else:
             ends = student_interval(means, self.metric, overlap=test / train)
         return interval_record(self.metric, ends, over)
-
-    def named_answer(self, row: int, answer: Any) -> Prediction:
-        label = self.table.target[row]
-        if self.table.classes is None:
-            return {"label": label, "prediction": float(answer)}
-        names = self.table.classes
-        return {"label": names[label], "prediction": names[answer]}
 
     def bias(self, mechanism: Mechanism, seed: int, sigma: float) -> Metrics:
         """Bias of an approximate sampler on training rows, at the last selected sigma."""
@@ -251,7 +251,7 @@ def scaler(train: np.ndarray, kind: str):
     return lambda x: scale.transform(x).astype(np.float32)
 
 
-class SklearnKernelClassifier:
+class SklearnKernelClassifier(ClassifierMixin):
     """Class of the largest kernel sum, on features of a scikit-learn transformer."""
 
     def __init__(self, kind: str, **options: Any):
@@ -271,9 +271,6 @@ class SklearnKernelClassifier:
     def predict(self, X) -> np.ndarray:
         best = (self.transformer.transform(X) @ self.state).argmax(1)
         return self.classes[best]
-
-    def score(self, X, y) -> float:
-        return float((self.predict(X) == y).mean())
 
 
 BASELINES = {

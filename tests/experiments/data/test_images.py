@@ -236,7 +236,7 @@ def test_files_that_are_no_whole_image_are_named(tmp_path):
         ("fractions.tiff", "mode F"),
     ]
     for name, words in cases:
-        with pytest.raises(images.Unreadable, match=f"{name}: not a readable image .*{words}"):
+        with pytest.raises(DataError, match=f"{name}: not a readable image .*{words}"):
             images.read_image(tmp_path / name)
 
 

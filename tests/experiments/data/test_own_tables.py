@@ -42,11 +42,10 @@ def test_values_decide_the_kind_of_a_column(homes):
     assert table.name == "homes"
     assert table.classes is None
     assert len(table) == 60
-    actual = [column.name for column in table.columns]
-    assert actual == ["area", "rooms", "city"]
-    area, _, city = table.columns
-    assert np.isnan(area.values).sum() == 1
-    assert city.levels == ("Bonn", "Kiel", "Ulm", "(missing)")
+    features = table.features
+    assert list(features) == ["area", "rooms", "city"]
+    assert features["area"].isna().sum() == 1
+    assert [*features["city"].cat.categories] == ["Bonn", "Kiel", "Ulm", "(missing)"]
     for part in (
         "area: 1 of 60 values are missing",
         "city: 1 of 60 values are missing",
@@ -78,14 +77,14 @@ def test_separators_quotes_and_gzip(separator, tmp_path):
     table, _ = read_own(tmp_path / "t.csv.gz", "y")
     assert table.name == "t"
     assert table.classes == ("p", "q")
-    actual = table.columns[0].values.tolist()
+    actual = table.features.iloc[:, 0].tolist()
     assert actual == [1, 2, 3, 4]
 
 
 def test_numbers_and_missing_values(tmp_path):
     cells = ["+.5", "1.", "-2e3", "", "#N/A", "<NA>", "NA", "?"]
     table, notes = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 4, ["p", "q"] * 16), "y")
-    actual = table.columns[0].values[:8]
+    actual = table.features["x"][:8]
     expected = [0.5, 1, -2000] + 5 * [np.nan]
     np.testing.assert_array_equal(actual, expected)
     assert notes == "x: 20 of 32 values are missing"
@@ -110,9 +109,9 @@ def test_a_word_among_numbers_is_named(cell, tmp_path):
 )
 def test_words_are_categories_and_classes(cells, tmp_path):
     table, _ = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 10, cells * 10), "y")
-    assert table.classes == table.columns[0].levels
-    assert tuple(sorted(cells)) == table.columns[0].levels
-    actual = table.columns[0].values.tolist()
+    assert table.classes == tuple(table.features["x"].cat.categories)
+    assert table.classes == tuple(sorted(cells))
+    actual = table.features["x"].cat.codes.tolist()
     expected = table.target.tolist()
     assert actual == expected
 

@@ -12,10 +12,9 @@ from helpers.small_speech import TEXTS, tone, write_digits, write_librispeech
 from crt_exp.experiments.data import DataError, speech, warn
 from crt_exp.experiments.data.speech import (
     AudioPart,
-    BadAudio,
     Utterance,
+    audio_part,
     decode_audio,
-    seconds_of,
 )
 from crt_exp.experiments.data.vocabularies import Symbols
 
@@ -91,8 +90,8 @@ def test_bad_input_is_named(transcript, audio, words, tmp_path):
         file.write_text(audio)
     elif audio == "":
         file.unlink()
-    with pytest.raises(BadAudio, match=words):
-        speech.checked_lengths(read(tmp_path))
+    with pytest.raises(DataError, match=words):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [".wav", ".flac"])
@@ -101,8 +100,8 @@ def test_truncated_audio_is_never_taken_for_shorter_audio(suffix, tmp_path):
     path = tmp_path / f"a{suffix}"
     soundfile.write(path, tone(400, 1.0), 8000)
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 5])
-    with pytest.raises(BadAudio, match="truncated|not readable"):
-        speech.audio_of(Utterance("a", "A", (AudioPart(str(path), seconds_of(path, "a")),)), 8000)
+    with pytest.raises(DataError, match="truncated|not readable"):
+        speech.audio_of(Utterance("a", "A", (audio_part(str(path)),)), 8000)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_samples_that_are_no_audio_are_refused_with_their_peak(scale, peak, tmp_
         path, scale * tone(400, 0.5) / np.abs(tone(400, 0.5)).max(), 8000, subtype="FLOAT"
     )
     if peak:
-        with pytest.raises(BadAudio, match=f"a.wav: samples up to {peak}[^,]*; expected -1 to 1"):
+        with pytest.raises(DataError, match=f"a.wav: samples up to {peak}[^,]*; expected -1 to 1"):
             decode_audio(AudioPart(str(path), 0.5), 8000)
     else:
         actual = len(decode_audio(AudioPart(str(path), 0.5), 8000))
@@ -202,14 +201,14 @@ def write_wav(path, riff, data, chunks=b""):
 def test_a_piped_wav_is_as_long_as_its_file(riff, data, chunks, tmp_path):
     """A program that writes into a pipe (ffmpeg, sox, arecord) cannot go back to the two sizes in the header."""
     path = write_wav(tmp_path / "a.wav", riff, data, chunks)
-    assert seconds_of(path, "a") == 2
+    assert audio_part(str(path)).seconds == 2
     actual = speech.as_int16(decode_audio(AudioPart(str(path), 2.0), 8000))
     assert np.array_equal(actual, SAMPLES)
 
 
 def test_a_wav_whose_header_states_a_size_beyond_the_file_is_truncated(tmp_path):
-    with pytest.raises(BadAudio, match="a.wav: truncated: 32000 of 64000"):
-        seconds_of(write_wav(tmp_path / "a.wav", 64036, 64000), "a.wav")
+    with pytest.raises(DataError, match="a.wav: truncated: 32000 of 64000"):
+        audio_part(str(write_wav(tmp_path / "a.wav", 64036, 64000)))
 
 
 def test_random_intervals_reach_both_ends_and_their_share():
@@ -344,7 +343,7 @@ def test_rows_of_the_hub_without_text_or_audio_are_named(audio, text, words, tmp
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     soundfile.write(tmp_path / "a.wav", np.zeros(8000), 8000)
     good = {"bytes": (tmp_path / "a.wav").read_bytes(), "path": "a.wav"}
-    with pytest.raises(BadAudio, match=words):
+    with pytest.raises(DataError, match=words):
         hub_rows(tmp_path, [{"audio": good, "text": "A"}, {"audio": good | audio, "text": text}])
 
 

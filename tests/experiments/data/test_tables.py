@@ -1,15 +1,17 @@
 """Tables: the published files, a user's csv file with missing values, and refusals."""
 
+import dataclasses
 import functools
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from crt_exp.experiments.data import DataError, arena, corpora
-from crt_exp.experiments.data.tabular import BLANKS, LAYOUTS, Column, file_of, load
+from crt_exp.experiments.data.tabular import BLANKS, LAYOUTS, file_of, load
 from crt_exp.experiments.tasks.books import Books
 from crt_exp.experiments.tasks.mlm import MLM
 from crt_exp.registry import ConfigError
@@ -200,11 +202,11 @@ def test_a_category_has_an_indicator_for_each_level(tmp_path):
     expected = [*first, *last, *last, 0, 0, 1, 1, 0, 0, 0, 0, 1]
     assert table.encode()[0].tolist() == expected
     assert table.target[0] == 3
-    married = Column("married", np.array([0, 1, 1]), ("no", "yes"))
-    assert married.encode().tolist() == [[0], [1], [1]]
+    married = pd.DataFrame({"married": pd.Categorical(["no", "yes", "yes"])})
+    assert dataclasses.replace(table, features=married).encode().tolist() == [[0], [1], [1]]
     write(tmp_path, "abalone", [["I", *row[1:]] for row in valid_rows("abalone")])
     table = load("abalone", tmp_path)
-    assert table.columns[0].levels == ("M", "F", "I")
+    assert [*table.features["sex"].cat.categories] == ["M", "F", "I"]
     assert table.encode()[0, :3].tolist() == [0, 0, 1]
 
 

@@ -418,7 +418,7 @@ def test_weights_of_exact_attention_under_features(name, data, tmp_path, one_thr
         ),
         ("pixels", ["task.size=16"], ["task.size=16: image 0 has 8 x 8 pixels"]),
         ("recall", ["task.pairs=300"], ["task.pairs=300: expected at most task.symbols=8"]),
-        ("lra", ["+task.rules.depht=3"], ["task.rules.depht=3", "depth"]),
+        ("lra", ["+task.rules.depht=3"], ["unknown key 'task.rules.depht'", "depth"]),
         ("imagenet", ["task.size=13"], ["error: task.size=13: expected a multiple", "4 pixels"]),
         (
             "librispeech",

@@ -134,8 +134,8 @@ def test_weights_of_timm_in_a_folder_and_in_a_file(tmp_path, folder):
         task = task_of(folder, **LOADED, **options)
         actual = task.build(Mechanism.of("exact")).state_dict()
         assert equal(actual, model.state_dict())
-    actual = task_of(folder, **LOADED, init=str(tmp_path)).description.mean
-    assert actual == (0.5, 0.5, 0.5)
+    actual = task_of(folder, **LOADED, init=str(tmp_path)).description.preprocessing["mean"]
+    assert [*actual] == [0.5, 0.5, 0.5]
     del config["pretrained_cfg"]["input_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="not a configuration of timm: KeyError: 'input_size'"):

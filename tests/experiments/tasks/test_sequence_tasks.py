@@ -15,7 +15,7 @@ from crt_exp.experiments.data.images import crop_square
 from crt_exp.experiments.models.language import Classifier, LanguageDescription
 from crt_exp.experiments.tasks.base import Plan, Reader
 from crt_exp.experiments.tasks.lra import LRA, Pixels
-from crt_exp.experiments.tasks.sequences import NOISE, Recall, recall_row
+from crt_exp.experiments.tasks.sequences import NOISE, Recall
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 
@@ -331,8 +331,9 @@ def test_images_are_drawn_and_completed(tmp_path):
 
 @pytest.mark.parametrize("length, pairs, queries", [(16, 2, 3), (40, 5, 5), (24, 4, 8)])
 def test_queries_of_recall_ask_for_earlier_pairs(length, pairs, queries):
+    task = recall_of(block=length, symbols=8, pairs=pairs, queries=queries)
     for i in range(20):
-        tokens, labels = recall_row("train", i, length, 8, pairs, queries)
+        tokens, labels = task.row("train", i)
         asked = np.flatnonzero(labels >= 0)
         assert len(tokens) == length
         assert len(asked) == queries
@@ -343,12 +344,9 @@ def test_queries_of_recall_ask_for_earlier_pairs(length, pairs, queries):
         assert said.max() < asked.min()
         for at in asked:
             assert value[tokens[at]] == labels[at] == tokens[at + 1] < 8
-    actual = recall_row("train", 0, length, 8, pairs, queries)[0]
-    expected = recall_row("test", 0, length, 8, pairs, queries)[0]
-    assert not np.array_equal(
-        actual,
-        expected,
-    )
+    actual, _ = task.row("train", 0)
+    expected, _ = task.row("test", 0)
+    assert not np.array_equal(actual, expected)
 
 
 def test_a_model_that_knows_nothing_is_at_chance():

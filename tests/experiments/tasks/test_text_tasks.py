@@ -63,8 +63,8 @@ def ptb(files, monkeypatch, one_thread):
 def test_held_out_blocks_are_not_trained_on(causal, mlm, files):
     """They are the last ones of the text; masks of an evaluation are the same each time, others in every epoch."""
     task = mlm(causal=causal)
-    train = task.blocks["train"]
-    validation = task.blocks["validation"]
+    train = task.splits["train"]
+    validation = task.splits["validation"]
     end = "\n" if causal else ""
     whole = running_blocks(files / "text.txt", task.tokenizer, train.shape[1], None, end)
     assert len(validation) == -(-len(whole) // 50)
@@ -162,8 +162,8 @@ def test_longer_blocks_go_on_from_a_model(mlm, files, tmp_path):
     }
     task = mlm(block=40, **given)
     assert (
-        running_blocks(files / "text.txt", task.tokenizer, 40)[: len(task.blocks["train"])]
-        == task.blocks["train"]
+        running_blocks(files / "text.txt", task.tokenizer, 40)[: len(task.splits["train"])]
+        == task.splits["train"]
     ).all()
     found = task.build(Mechanism.of("exact")).state_dict()
     for key, tensor in model.state_dict().items():

@@ -39,7 +39,7 @@ def test_unigram_is_that_of_the_training_letters():
         found = task.evaluate(model, "validation", Reader(task))
 
     def count(split):
-        return np.bincount(np.concatenate([*task.rows[split]]), minlength=25)
+        return np.bincount(np.concatenate([*task.splits[split]]), minlength=25)
 
     shares = (count("train") + 1) / (count("train") + 1).sum()
     seen = count("validation")
@@ -76,7 +76,7 @@ def test_files_with_held_out_families(tmp_path):
         data_dir=str(fasta(tmp_path / "data").parent),
         families=str(table),
     )
-    assert len(task.rows["ood"]) == 15
+    assert len(task.splits["ood"]) == 15
 
 
 def test_runs_of_other_splits_are_refused(tmp_path):
