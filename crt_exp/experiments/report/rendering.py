@@ -209,7 +209,7 @@ def threshold(result: CaseResult) -> str:
     if claim.between:
         return f"between {claim.above:g} and {claim.below:g}"
     base = "e^" if claim.power else ""
-    value = claim.threshold(result.case) or float(claim.log)
+    value = result.threshold or float(claim.log)
     return f"{result.side} {base}{value:g}"
 
 
