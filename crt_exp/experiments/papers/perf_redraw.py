@@ -97,33 +97,44 @@ def claims(rows: Rows) -> list[Claim]:
     exact = rows.values("accuracy", "exact", step=0, **TUNING)
     start = rows.values("accuracy", FAVORP, step=0, **TUNING)
     end = rows.values("accuracy", FAVORP, step=100, **TUNING)
-    text = "right after the transfer, FAVOR+ is less accurate than the exact model"
-    lost = {GENERATED: 100 * added(exact - start, *LOOKS)}
-    paper = "accuracy 0.07 right after the transfer (LM1B)"
-    claims = [Claim(text, lost, paper, unit="points")]
-    text = "FAVOR+ recovers 90% of the lost accuracy in a tenth of the exact model's steps"
-    recovered = {GENERATED: share(added(end - start, *LOOKS), exact - start)}
-    paper = "recovers in a small fraction of the original steps"
-    unit = "of the lost accuracy"
-    claims.append(Claim(text, recovered, paper, "more exact models", above=0.9, unit=unit))
+    judged = []
     for text, paper in PAPER.items():
         samples = gains(rows, text)
         for case in {EARLY, LATE} & {*samples}:
             samples[case] = added(samples[case], *LOOKS)
         papers = {SCRATCHED: paper, PG19: paper}
         reason = ADAPTED if text == REDRAW else ""
-        claims.append(Claim(text, samples, papers, unit="nats", reason=reason))
+        judged.append(Claim(text, samples, papers, unit="nats", reason=reason))
     n = len(rows.values("loss", f"favor {FRESH}", **CASES[SCRATCHED]))
-    text = "training with trigonometric features reaches NaN"
-    paper = "even NaN values in training (Appendix D.3)"
-    ended = f"{n} of {n} runs from scratch ended with a finite loss, in 1000 steps"
-    needs = f"PG-19 from scratch: {PG19_RUN}"
-    claims.append(Claim(text, paper=paper, not_judged=ended, needs=needs))
-    text = "Linformer plateaus as positive features without redraws do"
-    reason = "Linformer mixes positions and cannot be causal, as these models are"
-    needs = "the paper's causal Linformer"
-    claims.append(Claim(text, paper="at the same perplexity", not_measured=reason, needs=needs))
-    return claims
+    return [
+        Claim(
+            "right after the transfer, FAVOR+ is less accurate than the exact model",
+            {GENERATED: 100 * added(exact - start, *LOOKS)},
+            "accuracy 0.07 right after the transfer (LM1B)",
+            unit="points",
+        ),
+        Claim(
+            "FAVOR+ recovers 90% of the lost accuracy in a tenth of the exact model's steps",
+            {GENERATED: share(added(end - start, *LOOKS), exact - start)},
+            "recovers in a small fraction of the original steps",
+            "more exact models",
+            above=0.9,
+            unit="of the lost accuracy",
+        ),
+        *judged,
+        Claim(
+            "training with trigonometric features reaches NaN",
+            paper="even NaN values in training (Appendix D.3)",
+            not_judged=f"{n} of {n} runs from scratch ended with a finite loss, in 1000 steps",
+            needs=f"PG-19 from scratch: {PG19_RUN}",
+        ),
+        Claim(
+            "Linformer plateaus as positive features without redraws do",
+            paper="at the same perplexity",
+            not_measured="Linformer mixes positions and cannot be causal, as these models are",
+            needs="the paper's causal Linformer",
+        ),
+    ]
 
 
 def tables(rows: Rows) -> Tables:
