@@ -16,26 +16,21 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention import DenominatorCount, attention, exact_attention, uniform_attention
+from crt_exp.attention import DenominatorCount, attention, uniform_attention
 from crt_exp.attention.reference import attention_matrix
-from crt_exp.attention.state import for_query_heads, grouped_statistics
 from crt_exp.experiments.measure import (
     Record,
     Records,
     SwapMeasurement,
-    TensorPair,
     check_estimates,
     seeded,
 )
 from crt_exp.experiments.measure.bench import fit_attention
-from crt_exp.experiments.measure.fidelity import DocumentBench, relative_error
+from crt_exp.experiments.measure.fidelity import DocumentBench, LayerCall, relative_error
 from crt_exp.experiments.measure.kernel import fit_map, generator
 from crt_exp.experiments.models.language import Transformer
-from crt_exp.features import FeatureMap
-from crt_exp.features.base import Params
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.bias import bias_record, bias_sentence
-from crt_exp.samplers.noise import cached_property
 from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked
 
 # averaged over layers in the final record
@@ -189,71 +184,34 @@ def layer_errors(
     """
     count = DenominatorCount()
     errors: dict[str, list[Tensor]] = {}
-    estimates = mechanism.estimates
     for sample in range(samples):
         layer = source.layers(sample, seed)[i]
-        uniform = uniform_attention(layer.x, layer.y, layer.v, causal=layer.causal)
-        pairs = {"uniform": (uniform, layer.output)}
-        if estimates:
+        tensors = (layer.x, layer.y, layer.v)
+        causal = {"causal": layer.causal}
+        pairs = {"uniform": (uniform_attention(*tensors, **causal), layer.output)}
+        if mechanism.estimates:
             order = torch.randperm(layer.x.shape[2], generator=generator(seed))
             rows = order[:queries].sort().values
-            g = generator(seed, i, sample)
-            pairs |= estimated_pairs(mechanism, layer, rows, g, count)
-        else:
-            pairs["output"] = (whole_output(mechanism, layer), layer.output)
-        for name, (estimate, exact) in pairs.items():
-            error = relative_error(estimate, exact, (-2, -1))[0]
+            phi = mechanism.map()
+            noise = mechanism.noise(layer.d, generator(seed, i, sample), (layer.heads,))
+            params = layer.fit(phi)
+            output = attention(*tensors, phi, noise, params, counter=count, **causal)
+            pairs["output"] = (output, layer.output)
+            matrix = attention_matrix(layer.x, layer.y, phi, noise, params, rows=rows, **causal)
+            exact = attention_matrix(layer.x, layer.y, rows=rows, **causal)
+            pairs["matrix"] = (matrix, exact)
+        else:  # causal layers are fitted to the inputs
+            options = {"kv_heads": layer.y.shape[1], "scaling": 1.0, **causal}
+            state = mechanism.layer(layer.heads, layer.d, **options).eval()
+            pairs["output"] = (fit_attention(state, [tensors])(*tensors), layer.output)
+        for name, pair in pairs.items():
+            error = relative_error(*pair, (-2, -1))[0]
             errors.setdefault(f"{name}_error", []).append(error)
     stacked = {name: torch.stack(values) for name, values in errors.items()}
     return stacked, count.fraction
 
 
-def estimated_pairs(
-    mechanism: Mechanism,
-    layer: "LayerInputs",
-    rows: Tensor,
-    g: torch.Generator,
-    count: DenominatorCount,
-) -> dict[str, TensorPair]:
-    """Return estimate and exact value of the output, and of some rows of the matrix."""
-    x = layer.x
-    y = layer.y
-    phi = mechanism.map()
-    noise = mechanism.noise(layer.d, g, (layer.heads,))
-    params = layer.fit(phi)
-    causal = layer.causal
-    output = attention(x, y, layer.v, phi, noise, params, causal=causal, counter=count)
-    matrix = attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows)
-    exact = attention_matrix(x, y, causal=causal, rows=rows)
-    return {"output": (output, layer.output), "matrix": (matrix, exact)}
-
-
 # ---- where the tensors come from
-
-
-@dataclass
-class LayerInputs:
-    """Inputs of one call of an attention layer."""
-
-    path: str
-    x: Tensor  # (1, H, L, d)
-    y: Tensor  # (1, Hkv, S, d)
-    v: Tensor  # (1, Hkv, S, dv)
-    causal: bool = False
-
-    def __post_init__(self):
-        self.heads = self.x.shape[1]
-        self.d = self.x.shape[3]
-
-    @cached_property
-    def output(self) -> Tensor:
-        """Output of exact attention, (1, H, L, dv)."""
-        return exact_attention(self.x, self.y, self.v, causal=self.causal)
-
-    def fit(self, phi: FeatureMap) -> Params:
-        """Fit parameters (1, H, 1, ...) to these tensors, jointly for grouped query heads."""
-        params = phi.fit(grouped_statistics(self.x, self.y))
-        return for_query_heads(params, self.heads // self.y.shape[1])
 
 
 @dataclass(frozen=True)
@@ -277,7 +235,7 @@ class Synthetic:
     depth: int
     turn: float | None = None
 
-    def layers(self, sample: int, seed: int) -> list[LayerInputs]:
+    def layers(self, sample: int, seed: int) -> list[LayerCall]:
         return [random_inputs(self, 1000 * seed + sample)]
 
     def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
@@ -323,13 +281,13 @@ def states(model: Transformer, h: Tensor, layers: Sequence[nn.Module] = ()) -> l
 
 
 @lru_cache(maxsize=64)
-def random_inputs(source: Synthetic, seed: int) -> LayerInputs:
+def random_inputs(source: Synthetic, seed: int) -> LayerCall:
     shape = (3, 1, source.heads, source.length, source.d)
     q, k, v = torch.randn(shape, generator=seeded(seed))
     if source.turn is not None:
         q = math.cos(source.turn) * k + math.sin(source.turn) * q
     root = source.d**0.25
-    return LayerInputs("synthetic", source.scale * q / root, source.scale * k / root, v)
+    return LayerCall("synthetic", source.scale * q / root, source.scale * k / root, v)
 
 
 @lru_cache(maxsize=1)
@@ -359,15 +317,9 @@ class Pretrained(DocumentBench):
     def __init__(self, model: str, text: str, length: int | None = None):
         super().__init__(model, text, length=length)
         self.training = [self.rows]
-        self.inputs = []
-        for call in self.calls[0]:
-            x = call.scaling**0.5 * call.q
-            y = call.scaling**0.5 * call.k
-            causal = call.causal and call.q.shape[2] > 1
-            self.inputs.append(LayerInputs(call.path, x, y, call.v, causal))
 
-    def layers(self, sample: int, seed: int) -> list[LayerInputs]:
-        return self.inputs
+    def layers(self, sample: int, seed: int) -> list[LayerCall]:
+        return self.calls[0]
 
     @torch.no_grad()
     def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
@@ -378,17 +330,6 @@ class Pretrained(DocumentBench):
             with self.swapped(sampled) as states:
                 errors.append(self.document_errors(0, states)["hidden"])
         return torch.tensor(errors)
-
-
-# ---- what is computed of them
-
-
-def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
-    """Output of attention without projections; causal layers are fitted to its inputs."""
-    options = {"kv_heads": layer.y.shape[1], "causal": layer.causal, "scaling": 1.0}
-    tensors = (layer.x, layer.y, layer.v)
-    state = mechanism.layer(layer.heads, layer.d, **options).eval()
-    return fit_attention(state, [tensors])(*tensors)
 
 
 def _number(value: Tensor | float) -> float | None:

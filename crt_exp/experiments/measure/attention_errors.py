@@ -35,9 +35,9 @@ from crt_exp.experiments.measure import (
     data_file,
     seeded,
 )
-from crt_exp.experiments.measure.approximation import LayerInputs, Synthetic, layer_errors
+from crt_exp.experiments.measure.approximation import Synthetic, layer_errors
 from crt_exp.experiments.measure.bench import fit_attention, recorded_calls
-from crt_exp.experiments.measure.fidelity import DocumentBench, relative_error
+from crt_exp.experiments.measure.fidelity import DocumentBench, LayerCall, relative_error
 from crt_exp.experiments.measure.kernel import fit_map, generator
 from crt_exp.experiments.models import language
 from crt_exp.experiments.models.folder import WEIGHTS, folder_of
@@ -92,7 +92,7 @@ class ProjectionErrors(Series):
             uniform.append((exact - mean).square().mean().item())
         return {"mse": sum(errors) / len(errors), "errors": errors, "uniform": uniform}
 
-    def estimate(self, mechanism: Mechanism, layer: LayerInputs, g: torch.Generator) -> Tensor:
+    def estimate(self, mechanism: Mechanism, layer: LayerCall, g: torch.Generator) -> Tensor:
         noise = mechanism.noise(self.d, g)
         params = fit_map(mechanism, layer.x[0, 0], layer.y[0, 0])
         phi = mechanism.map()

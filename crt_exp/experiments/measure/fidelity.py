@@ -8,8 +8,8 @@ the loss increase over exact attention in nats. Errors are relative, in the Frob
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from crt_exp.attention import exact_attention
+from crt_exp.attention.state import for_query_heads, grouped_statistics
 from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.text import official_file
 from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
@@ -30,6 +32,8 @@ from crt_exp.experiments.measure.bench import (
 from crt_exp.experiments.measure.model_files import length_in, load_language_model, rows_of
 from crt_exp.experiments.runner.configuration import load_task
 from crt_exp.experiments.tasks.base import Plan, Reader, Task, task_class
+from crt_exp.features import FeatureMap
+from crt_exp.features.base import Params
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import learns
 from crt_exp.validation import Count, FileName, Files, Several, Whole
@@ -38,23 +42,40 @@ SPLITS = ("train", "valid", "test")  # of WikiText-2
 TextOption = Annotated[str, Files(SPLITS)] | Sequence[FileName]
 
 
-class LayerCall(NamedTuple):
-    """One call of an attention layer: inputs and output.
+@dataclass
+class LayerCall:
+    """One call of an attention layer: inputs and output, unscaled q and k.
 
-    q (1, H, L, d), k and v (1, Hkv, L, .), unscaled.
+    Scaled queries x and keys y have the logits x.y. Grouped query heads share keys.
     """
 
     path: str
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scaling: float
-    causal: bool
-    output: Tensor
+    q: Tensor  # (1, H, L, d)
+    k: Tensor  # (1, Hkv, S, d)
+    v: Tensor  # (1, Hkv, S, dv)
+    scaling: float = 1.0
+    causal: bool = False
+    recorded: Tensor | None = None
 
+    def __post_init__(self):
+        self.x = self.scaling**0.5 * self.q
+        self.y = self.scaling**0.5 * self.k
+        self.heads = self.q.shape[1]
+        self.d = self.q.shape[3]
 
-def layer_call(layer: nn.Module, arguments: tuple, output: Tensor) -> LayerCall:
-    return LayerCall(layer.path, *arguments[:3], layer.scaling, layer.causal, output)
+    @classmethod
+    def of(cls, layer: nn.Module, arguments: tuple, output: Tensor) -> "LayerCall":
+        return cls(layer.path, *arguments[:3], layer.scaling, layer.causal, output)
+
+    @cached_property
+    def output(self) -> Tensor:
+        """Output of exact attention, (1, H, L, dv)."""
+        return exact_attention(self.x, self.y, self.v, causal=self.causal)
+
+    def fit(self, phi: FeatureMap) -> Params:
+        """Fit parameters (1, H, 1, ...) to these tensors, jointly for grouped query heads."""
+        params = phi.fit(grouped_statistics(self.x, self.y))
+        return for_query_heads(params, self.heads // self.y.shape[1])
 
 
 class HiddenStates(NamedTuple):
@@ -114,7 +135,7 @@ class DocumentBench(TextBench):
         self.calls: list[list[LayerCall]] = []
         for i, row in enumerate(self.rows.split(1)):
             self.exact.append(self.hidden_states(i))
-            self.calls.append(self.record_calls(row, layer_call)[0])
+            self.calls.append(self.record_calls(row, LayerCall.of)[0])
 
     @torch.no_grad()
     def hidden_states(self, i: int) -> HiddenStates:
@@ -165,7 +186,7 @@ class DocumentBench(TextBench):
         record: Record = {"attention": [], "hidden": []}
         for call in self.calls[i]:
             output = states[call.path].forward(call.q, call.k, call.v)
-            record["attention"].append(float(relative_error(output, call.output)))
+            record["attention"].append(float(relative_error(output, call.recorded)))
         for state, expected in zip(swapped.states, exact.states):
             record["hidden"].append(float(relative_error(state, expected)))
         if exact.loss is not None:

@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
+from crt_exp.experiments.drawing import colour
 from crt_exp.experiments.report import (
     Page,
     PlannedRun,
@@ -18,7 +19,6 @@ from crt_exp.experiments.report import (
     ratio_interval,
     sweep,
 )
-from crt_exp.experiments.report.plots import colour
 
 METHODS = ["exact", "nearfar", "favorpp", "favormix", "window"]
 WITHOUT_MIXTURE = ["exact", "nearfar", "favorpp", "window"]
