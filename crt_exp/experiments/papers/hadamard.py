@@ -17,7 +17,6 @@ from crt_exp.experiments.report import (
     mean_table,
     panels,
     quoted_override,
-    ratio_interval,
     sweep,
 )
 
@@ -179,16 +178,12 @@ def error_table(rows: Rows) -> pd.DataFrame:
 
 
 def relative_errors(rows: Rows) -> pd.DataFrame:
-    table = {}
+    tables = []
     for name, words in {**MAPS, "oprf": "OPRF"}.items():
-        baseline = f"{name} sampler=orthogonal"
-        for scale in (0.25, 1):
-            column = table.setdefault(f"{words}, {scale:g}", {})
-            for method, label in sampler_methods(name).items():
-                if method != baseline:
-                    ratio = rows.ratio(method, baseline, "errors", scale=scale)
-                    column[label] = ratio_interval(ratio, ".2f")
-    return pd.DataFrame(table).rename_axis("rows")
+        columns = filters_over("scale", [0.25, 1], f"{words}, {{:g}}", metric="errors")
+        ratio = {"less": f"{name} sampler=orthogonal", "geometric": True}
+        tables.append(mean_table(rows, columns, sampler_methods(name), spec=".2f", **ratio))
+    return pd.concat(tables, axis=1).rename_axis("rows")
 
 
 def tables(rows: Rows) -> Tables:

@@ -32,6 +32,7 @@ AT_16 = {  # 16 projections in all
 }
 COUNTED = {f"{method.split()[0]} sampler=iid": label for method, label in AT_16.items()}
 LENGTHS = [1.0, 1.5, 2.0]
+APPENDIX = "less time of features for similar quality (Appendix L)"
 BUDGETS = {
     "FLOPs of features": [1000 * 2**i for i in range(6)],
     "FLOPs of attention": [16000 * 2**i for i in range(6)],
@@ -70,47 +71,36 @@ def table_runs(options: str) -> list[PlannedRun]:
     return sweep(f"task=qmc {options}", features=METHODS, seed=range(100, 140), **axes)
 
 
-def ratios_by_length(rows: Rows, other: str, dataset: str) -> dict[float, pd.Series]:
-    """Log ratio of the MSE of HRF-ort and of another method, by length and sample of pairs."""
-    ratios = {}
-    for length in SCALES:
-        ratios[length] = rows.ratio(ORTHOGONAL, other, "mse", dataset=dataset, length=length)
-    return ratios
+TABLES = {}  # filters by data set and length
+for dataset, length in product(DATASETS, SCALES):
+    TABLES[f"{dataset}, {length:g}"] = {"metric": "mse", "dataset": dataset, "length": length}
 
 
 def table_claim(rows: Rows) -> Claim:
     samples, fails = {}, {}
-    for other, label in OTHERS.items():
-        for dataset in DATASETS:
-            case = f"{label}, {dataset}"
-            ratios = ratios_by_length(rows, other, dataset)
-            samples[case] = ratios[1.0]
-            means = {n: np.exp(ratio.mean()) for n, ratio in ratios.items() if len(ratio)}
-            if means and min(means.values()) < 1 < max(means.values()):
-                listed = ", ".join(f"{mean:.2g} at {n:g}" for n, mean in means.items())
-                fails[case] = (
-                    f"the scaling of the table, which the paper does not state, decides: {listed}"
-                )
+    for (other, label), dataset in product(OTHERS.items(), DATASETS):
+        case = f"{label}, {dataset}"
+        means = {}
+        for length in SCALES:
+            ratio = rows.ratio(ORTHOGONAL, other, **TABLES[f"{dataset}, {length:g}"])
+            if length == 1:
+                samples[case] = ratio
+            if len(ratio):
+                means[length] = np.exp(ratio.mean())
+        if means and min(means.values()) < 1 < max(means.values()):
+            listed = ", ".join(f"{mean:.2g} at {n:g}" for n, mean in means.items())
+            fails[case] = (
+                f"the scaling of the table, which the paper does not state, decides: {listed}"
+            )
     return Claim(
         "HRF-ort has a smaller MSE than HRF-iid, ORF-reg, ORF-Had and Halton-R, length 1, 16 projections",
         samples,
+        "HRFs outperform all other methods",
+        "the scaling of the paper's tables",
         below=1,
         log=True,
-        paper="HRFs outperform all other methods",
         fails=fails,
-        needs="the scaling of the paper's tables",
     )
-
-
-def length_table(rows: Rows) -> pd.DataFrame:
-    """Ratios of table_claim by length (columns)."""
-    table = {}
-    for dataset in DATASETS:
-        for other, label in OTHERS.items():
-            for length, ratio in ratios_by_length(rows, other, dataset).items():
-                column = table.setdefault(f"{dataset}, {length:g}", {})
-                column[label] = ratio_interval(ratio, ".2f")
-    return pd.DataFrame(table).rename_axis("method")
 
 
 # ---- Table 3
@@ -144,43 +134,6 @@ def cluster_sweeps(pairs: int) -> dict[str, list[PlannedRun]]:
     }
 
 
-def cluster_claim(rows: Rows) -> Claim:
-    samples, paper = {}, {}
-    for other, label in BASELINES.items():
-        for dataset in SETS:
-            case = f"{label}, {dataset}"
-            where = {"sweep": "hrf-clusters/sets", "dataset": dataset}
-            samples[case] = rows.ratio(HYBRID, other, "closed_form", **where)
-            if dataset != "set 5":
-                paper[case] = "a lower largest MSE on sets 1 to 4"
-    return Claim(
-        "hybrid-cluster has a smaller MSE than FAVOR+ and trigonometric features",
-        samples,
-        below=1,
-        log=True,
-        sign_test=True,
-        paper=paper,
-        reason="a hybrid fitted to centres gains little at a spread of 0.3 (sets 2 and 4), nothing at 0.6 (set 5)",
-        needs="the spreads of the paper's data sets",
-    )
-
-
-def repetition_claim(rows: Rows) -> Claim:
-    samples = {}
-    for other, label in BASELINES.items():
-        for m in RANGES:
-            ratio = rows.ratio(HYBRID, other, "mse_of_repeats", dataset="set 1", m=m)
-            samples[f"{label}, set 1, m = {m}"] = ratio
-    return Claim(
-        "hybrid-cluster has a smaller MSE in a repetition than FAVOR+ and trigonometric features",
-        samples,
-        below=1,
-        log=True,
-        paper="ranges of Table 3 below those of the others",
-        needs="more repetitions",
-    )
-
-
 def range_table(rows: Rows) -> pd.DataFrame:
     columns = filters_over("m", RANGES, "m = {}", metric="mse_of_repeats")
     table = mean_table(rows, columns, CLUSTERED, format=four_digit_range)
@@ -210,74 +163,88 @@ def finding(rows: Rows) -> str:
     )
 
 
-def angle_claim(rows: Rows) -> Claim:
-    samples, theory = {}, {}
-    for other in (TRIG, POS):
-        case = f"{AT_16[other]}, 16 projections"
-        samples[case] = rows.ratio(ANGULAR, other, "largest_of_groups", length=LENGTHS)
-        closed_form = rows.ratio(ANGULAR, other, "largest_closed_form", length=LENGTHS)
-        theory[case] = closed_form.mean()
-    return Claim(
-        "the angular hybrid has a smaller largest error than trigonometric features and FAVOR+",
-        samples,
-        below=1,
-        log=True,
-        theory=theory,
-        needs="more repetitions",
-        paper="smaller max-relative-error than other estimators",
-        reason="samples underestimate the error of FAVOR+, whose largest errors are rare",
-    )
-
-
-def zero_claim(rows: Rows) -> Claim:
-    """The closed critical cases of HRF Theorem 3.5."""
+def zero_errors(rows: Rows) -> dict[str, float]:
+    """Largest errors of the angular hybrid in the closed critical cases of HRF Theorem 3.5."""
     largest = {}
     errors = rows.select("error", ANGULAR)
     for case, theta in {"angle 0": 0.0, "angle pi": np.pi}.items():
         at_angle = errors[np.isclose(errors["theta"].astype(float), theta)]
         if len(at_angle):
             largest[case] = float(at_angle["value"].astype(float).max())
-    text = "the relative error of the angular hybrid vanishes"
-    return Claim(text, largest, below=1e-6, paper="goes to 0 in both critical cases")
+    return largest
 
 
-def flops_claim(rows: Rows) -> Claim:
-    samples, theory, paper = {}, {}, {}
-    others = "trig sampler=iid", "pos sampler=iid"
-    for other, equal, length in product(others, BUDGETS, [1.0, 1.5]):
-        case = f"{COUNTED[other]}, {equal}, length {length:g}"
-        methods = "angular sampler=iid", other
-        where = {"equal": equal, "length": length, "budget": BUDGETS[equal][1:]}
-        samples[case] = rows.ratio(*methods, "squared_error", **where)
-        theory[case] = 2 * rows.ratio(*methods, "closed_form", **where).mean()
-        if equal == "FLOPs of features":
-            paper[case] = "less time of features for similar quality (Appendix L)"
-    return Claim(
-        "at equal FLOPs, the angular hybrid has a smaller MSE than trigonometric features and FAVOR+",
-        samples,
-        below=1,
-        log=True,
-        theory=theory,
-        paper=paper,
-        reason="the products with values cost more with the columns of the hybrid",
-    )
+def means(samples: dict[str, pd.Series], scale: float = 1) -> dict[str, float]:
+    return {case: scale * values.mean() for case, values in samples.items()}
 
 
 def claims(rows: Rows) -> list[Claim]:
-    third = Claim(
-        "the hybrid needs a third of the FLOPs for the same quality",
-        paper="3x fewer FLOPS",
-        not_measured="the paper counts FLOPs of whole policies and states no error of a kernel",
-        needs="the paper's policies; see hrf_robotics for ours",
+    ratio = {"below": 1, "log": True}
+
+    def ratios(first: str, others: dict[str, str], metric: str, cases: dict):
+        return rows.paired_by_case(first, others, metric, cases, log=True)
+
+    angles = ANGULAR, {other: AT_16[other] for other in (TRIG, POS)}
+    at_angles = {"16 projections": {"length": LENGTHS}}
+    sets = filters_over("dataset", SETS, sweep="hrf-clusters/sets")
+    repetitions = filters_over("m", RANGES, "set 1, m = {}", dataset="set 1")
+    budgets = {}
+    for equal, length in product(BUDGETS, [1.0, 1.5]):
+        where = {"equal": equal, "length": length, "budget": BUDGETS[equal][1:]}
+        budgets[f"{equal}, length {length:g}"] = where
+    counted = (
+        "angular sampler=iid",
+        {name: COUNTED[name] for name in ("trig sampler=iid", "pos sampler=iid")},
     )
+    in_sets = ratios(HYBRID, BASELINES, "closed_form", sets)
+    at_budgets = ratios(*counted, "squared_error", budgets)
     return [
-        angle_claim(rows),
-        zero_claim(rows),
+        Claim(
+            "the angular hybrid has a smaller largest error than trigonometric features and FAVOR+",
+            ratios(*angles, "largest_of_groups", at_angles),
+            "smaller max-relative-error than other estimators",
+            "more repetitions",
+            theory=means(ratios(*angles, "largest_closed_form", at_angles)),
+            reason="samples underestimate the error of FAVOR+, whose largest errors are rare",
+            **ratio,
+        ),
+        Claim(
+            "the relative error of the angular hybrid vanishes",
+            zero_errors(rows),
+            "goes to 0 in both critical cases",
+            below=1e-6,
+        ),
         table_claim(rows),
-        cluster_claim(rows),
-        repetition_claim(rows),
-        flops_claim(rows),
-        third,
+        Claim(
+            "hybrid-cluster has a smaller MSE than FAVOR+ and trigonometric features",
+            in_sets,
+            {case: "a lower largest MSE on sets 1 to 4" for case in in_sets if "set 5" not in case},
+            "the spreads of the paper's data sets",
+            sign_test=True,
+            reason="a hybrid fitted to centres gains little at a spread of 0.3 (sets 2 and 4), nothing at 0.6 (set 5)",
+            **ratio,
+        ),
+        Claim(
+            "hybrid-cluster has a smaller MSE in a repetition than FAVOR+ and trigonometric features",
+            ratios(HYBRID, BASELINES, "mse_of_repeats", repetitions),
+            "ranges of Table 3 below those of the others",
+            "more repetitions",
+            **ratio,
+        ),
+        Claim(
+            "at equal FLOPs, the angular hybrid has a smaller MSE than trigonometric features and FAVOR+",
+            at_budgets,
+            {case: APPENDIX for case in at_budgets if "of features" in case},
+            theory=means(ratios(*counted, "closed_form", budgets), 2),
+            reason="the products with values cost more with the columns of the hybrid",
+            **ratio,
+        ),
+        Claim(
+            "the hybrid needs a third of the FLOPs for the same quality",
+            paper="3x fewer FLOPS",
+            not_measured="the paper counts FLOPs of whole policies and states no error of a kernel",
+            needs="the paper's policies; see hrf_robotics for ours",
+        ),
     ]
 
 
@@ -290,8 +257,8 @@ def tables(rows: Rows) -> Tables:
         "HRF Table 3, set 1: range of the MSE over 20 repetitions (lower is better)": range_table(
             rows
         ),
-        "HRF Table 1: MSE of HRF-ort over that of others, 16 projections, by length": length_table(
-            rows
+        "HRF Table 1: MSE of HRF-ort over that of others, 16 projections, by length": mean_table(
+            rows, TABLES, OTHERS, spec=".2f", over=ORTHOGONAL
         ),
         "HRF Table 1: MSE on tables, length 1, 16 projections": mean_table(rows, errors, METHODS),
         "Largest relative error over all angles, 16 projections": mean_table(rows, angles, AT_16),

@@ -11,8 +11,9 @@ from crt_exp.experiments.report import (
     PlannedRun,
     Rows,
     Tables,
-    label,
+    filters_over,
     line_plot,
+    mean_table,
     panels,
     quoted_override,
     ratio_interval,
@@ -167,15 +168,17 @@ def claims(rows: Rows) -> list[Claim]:
 
 
 def tables(rows: Rows) -> Tables:
-    speedups = {}
-    for length in (256, 1024, 4096, 16384):
-        column = speedups.setdefault(f"L = {length}", {})
-        for method in [*BOTH, *CAUSAL]:
-            exact = "exact causal" if method.endswith("causal") else "exact"
-            ratio = rows.ratio(exact, method, "training", what="attention", length=length)
-            column[label(method)] = f"{np.exp(ratio.mean()):.2g}" if len(ratio) else ""
+    lengths = (256, 1024, 4096, 16384)
+    columns = filters_over("length", lengths, "L = {}", metric="training", what="attention")
+    speedups = []
+    for exact, methods in {"exact": BOTH, "exact causal": CAUSAL}.items():
+        speedups.append(mean_table(rows, columns, methods, format=two_digits, over=exact))
     title = "Attention alone: speed-up over exact attention in a training step (higher is faster)"
-    return {title: pd.DataFrame(speedups).rename_axis("method")}
+    return {title: pd.concat(speedups)}
+
+
+def two_digits(logs: pd.Series) -> str:
+    return f"{np.exp(logs.mean()):.2g}"
 
 
 def figure(rows: Rows):

@@ -83,36 +83,49 @@ class Rows:
     def paired_by_case(
         self,
         first: str,
-        second: str,
+        others: str | Mapping[str, str],
         metric: str,
         cases: Mapping[str, Mapping[str, Any]],
         scale: float = 1.0,
         log: bool = False,
         looks: Sequence[int] = (),
     ) -> dict[str, pd.Series]:
-        """Return scale * (first - second) for each case; `cases` holds the filter of each.
+        """Return scale * (first - other) for each case; `cases` holds the filter of each.
 
+        others: one method, or the labels of several, which begin the names of their cases.
         looks: leave out samples that were seen before others were added, see `added`.
         """
         differences = {}
-        for case, where in cases.items():
-            samples = scale * self.paired(first, second, metric, log, **where)
-            differences[case] = added(samples, *looks)
+        for other, label in ({others: ""} if isinstance(others, str) else others).items():
+            for case, where in cases.items():
+                samples = scale * self.paired(first, other, metric, log, **where)
+                name = ", ".join(part for part in (label, case) if part)
+                differences[name] = added(samples, *looks)
         return differences
 
     def by_method(
-        self, metric: str, methods: Iterable[str], scale: float = 1.0, less: str = "", **where: Any
+        self,
+        metric: str,
+        methods: Iterable[str],
+        factor: float = 1.0,
+        less: str = "",
+        over: str = "",
+        log: bool = False,
+        **where: Any,
     ) -> dict[str, pd.Series]:
         """Return the values of each method.
 
-        less: method whose values are subtracted, sample by sample; it is left out itself.
+        less: method whose values are subtracted, sample by sample; it is left out itself. log: subtract logarithms.
+        over: method whose ratio to each method is returned, as a logarithm.
         """
         samples = {}
         for method in methods:
-            if not less:
-                samples[method] = scale * self.values(metric, method, **where)
+            if over:
+                samples[method] = self.ratio(over, method, metric, **where)
+            elif not less:
+                samples[method] = factor * self.values(metric, method, **where)
             elif method != less:
-                samples[method] = scale * self.paired(method, less, metric, **where)
+                samples[method] = factor * self.paired(method, less, metric, log, **where)
         return samples
 
     def best(self, column: str, by: Sequence[str]) -> "Rows":
