@@ -29,7 +29,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import call_model, fill_statistics, learns, swapped_states
 from crt_exp.swap.swap import pretrained_models, unswap_attention
 
-MAX_CACHED = 32  # number of fitted methods that a bench caches
 MASKED = "masked"
 NEXT = "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
@@ -105,7 +104,7 @@ class Bench:
         self.training = training
         self.seed = seed
         self.device = next(model.parameters()).device
-        # state dicts of the last fitted methods
+        # state dicts of fitted methods
         self.fits: dict[Mechanism, list[dict[str, Tensor]]] = {}
 
     def run(self, piece: Any) -> Any:
@@ -153,8 +152,6 @@ class Bench:
             return
         self.fit(attention)
         self.fits[attention] = [copy.deepcopy(state.state_dict()) for state in states]
-        if len(self.fits) > MAX_CACHED:
-            del self.fits[next(iter(self.fits))]
 
     @torch.no_grad()
     def record_calls(self, piece: Any, record: Callable[..., Any]) -> tuple[list[Any], Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -174,21 +175,18 @@ class DocumentBench(TextBench):
             `above` (documents,): loss increase over exact attention in nats, for models that predict tokens.
         """
         with self.swapped(mechanism) as states:
-            records = [self.document_errors(i, states) for i in range(len(self.rows))]
-        arrays = {}
-        for key in records[0]:
-            arrays[key] = np.array([record[key] for record in records])
-        return arrays
+            records = pd.DataFrame(self.document_errors(i, states) for i in range(len(self.rows)))
+        return {name: np.array([*values]) for name, values in records.items()}
 
     def document_errors(self, i: int, states: dict[str, nn.Module]) -> Record:
         exact = self.exact[i]
         swapped = self.hidden_states(i)
-        record: Record = {"attention": [], "hidden": []}
+        record: Record = {"attention": []}
         for call in self.calls[i]:
             output = states[call.path].forward(call.q, call.k, call.v)
             record["attention"].append(float(relative_error(output, call.recorded)))
-        for state, expected in zip(swapped.states, exact.states):
-            record["hidden"].append(float(relative_error(state, expected)))
+        pairs = zip(swapped.states, exact.states)
+        record["hidden"] = [float(relative_error(*pair)) for pair in pairs]
         if exact.loss is not None:
             record["above"] = swapped.loss - exact.loss
         return record
@@ -272,12 +270,9 @@ class Fidelity(SwapMeasurement):
             self.calibration_texts,
             cache_dir=self.cache_dir,
         )
-        errors = []
-        for projection_seed in range(self.draws) or [seed]:
-            errors.append(bench.errors(replace(mechanism, seed=projection_seed)))
-        means = {}
-        for name in errors[0]:
-            means[name] = np.mean([seed_errors[name] for seed_errors in errors], 0)
+        seeds = range(self.draws) or [seed]
+        errors = pd.DataFrame(bench.errors(replace(mechanism, seed=draw)) for draw in seeds)
+        means = {name: np.mean([*values], 0) for name, values in errors.items()}
         attention = means.pop("attention")
         hidden = means.pop("hidden")
         documents = {"attention_error": attention.mean(1), "hidden_error": hidden[:, -1], **means}

@@ -436,9 +436,9 @@ class RankingCost(Measurement):
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         mechanisms = self.mechanisms or {str(mechanism): mechanism}
-        layers = {}
-        for name, method in mechanisms.items():
-            layers[name] = method.layer(1, self.d, scaling=1.0).eval()
+        layers = {
+            name: method.layer(1, self.d, scaling=1.0).eval() for name, method in mechanisms.items()
+        }
         for length in self.lengths:
             time_layer = partial(ranking_ms, d=self.d, length=length)
             with threads(1):

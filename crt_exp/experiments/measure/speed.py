@@ -155,21 +155,14 @@ def attention_function(method: str, device: str = "cpu") -> Attend:
     if name == BASELINE:
         return performer_pytorch(D, M, causal).to(device)
     mechanism = mechanism_of(name)
-    if mechanism.estimates:
-        return feature_map_attention(mechanism, causal, device)
-    layer = mechanism.layer(HEADS, D, scaling=1.0, causal=causal)
-    return layer.to(device).eval()
-
-
-def feature_map_attention(
-    mechanism: Mechanism, causal: bool = False, device: str = "cpu"
-) -> Attend:
-    """Return attention by a feature map; clusters are fitted before, as in a layer."""
+    if not mechanism.estimates:
+        layer = mechanism.layer(HEADS, D, scaling=1.0, causal=causal)
+        return layer.to(device).eval()
     phi = mechanism.map()
     noise = mechanism.noise(D, seeded(0), (HEADS,)).to(device)
     if phi.fitted and not phi.on_vectors:
         return lambda q, k, v: fitted_attention(mechanism, noise, q, k, causal)(q, k, v)
-    queries, keys, *_ = inputs(SAMPLE, device)
+    queries, keys, *_ = inputs(SAMPLE, device)  # clusters are fitted before, as in a layer
     return fitted_attention(mechanism, noise, queries.detach()[0], keys.detach()[0], causal)
 
 
