@@ -10,10 +10,14 @@ import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import choices
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 DECADES = 1000  # an axis that spans at least this ratio has ticks at powers of ten only,
 DIGITS = 10  # as does an axis with more than this product of digits and decades
@@ -226,11 +230,12 @@ def spread_heights(
     return heights
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def markdown(table: "DataFrame") -> str:
     """Format a Markdown table: first column left-aligned, others right-aligned.
 
-    Vertical bars in cells are escaped.
+    The index is not shown. Vertical bars in cells are escaped.
     """
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    header = [*table.columns]
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *table.to_numpy(object)]
     cells = [[re.sub(r"(?<!\\)\|", r"\\|", str(cell)) for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"

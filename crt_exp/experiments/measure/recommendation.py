@@ -140,9 +140,8 @@ class Advice:
         """Write advise.csv, advise.md and advise.png to a folder."""
         folder = Path(directory).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-        table = self.table
         paragraphs = [
-            markdown(list(table.columns), table.values.tolist()).rstrip(),
+            markdown(self.table).rstrip(),
             f"{self.sentence} Measured on up to {self.samples} {self.noun} of {self.length} tokens, one seed.",
             *self.notes,
             f"```python\n{self.code}\n```\n",

@@ -14,8 +14,8 @@ from crt_exp.experiments.report.rows import read_rows
 from crt_exp.experiments.report.settings import (
     FAMILIES,
     REFERENCE,
-    Costs,
     Setting,
+    costs_of,
     loss_against_time,
     median_cell,
     percentage,
@@ -134,7 +134,7 @@ def model_times(rows: Rows) -> dict[str, dict[str, float]]:
 
 
 def method_table(
-    rows: Mapping[str, Rows], swapped: list[Costs], tuned: list[Costs]
+    rows: Mapping[str, Rows], swapped: pd.DataFrame, tuned: pd.DataFrame
 ) -> pd.DataFrame:
     """One row a family: its loss against that of FAVOR++, and times of both directions by length."""
     table = {}
@@ -147,8 +147,8 @@ def method_table(
 
 
 def results_text(rows: Mapping[str, Rows], verdicts: Verdicts) -> str:
-    swapped = [setting.costs(rows) for setting in SWAPPED]
-    tuned = [setting.costs(rows) for setting in TUNED]
+    swapped = costs_of(SWAPPED, rows)
+    tuned = costs_of(TUNED, rows)
     repeated = {family: REPEATED.mean(rows, family) for family in FAMILIES}
     mixture = MIXTURE.mean(rows, "mixture")
     equal = {"sweep": "mixture-state", "columns": 256, "model": SMOLLM2}
@@ -187,8 +187,8 @@ def results_text(rows: Mapping[str, Rows], verdicts: Verdicts) -> str:
         "rows have other settings, so compare a method with FAVOR++ and not with another row. Time: a "
         "training step of one layer relative to exact attention, bidirectional / causal; below 1: faster than exact "
         "attention. Times: [perf_speed](perf_speed.md).",
-        details("Loss without training, by setting", to_markdown(setting_table(SWAPPED, rows))),
-        details("Loss after fine-tuning, by setting", to_markdown(setting_table(TUNED, rows))),
+        details("Loss without training, by setting", to_markdown(setting_table(swapped))),
+        details("Loss after fine-tuning, by setting", to_markdown(setting_table(tuned))),
         "## Claims of the papers\n\nAll cases: [claims.csv](claims.csv). Claims of our own are not counted.",
         to_markdown(verdict_counts(verdicts)).rstrip(),
         RULES,

@@ -1,9 +1,9 @@
 """Comparisons of attention methods across pages: each in one model, relative to uniform attention."""
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from crt_exp.experiments.drawing import colour, label_ends, new_figure
@@ -22,9 +22,6 @@ FAMILIES = {
 }
 REFERENCE = "FAVOR++"  # measured in every setting, so that each method is compared with it on shared settings
 HIGHER = ("accuracy", "spearman", "cosine")  # metrics of which more is better
-Costs = dict[
-    str, float
-]  # family -> loss increase over exact attention, as a share of that of uniform attention
 
 
 class Setting(NamedTuple):
@@ -60,60 +57,55 @@ class Setting(NamedTuple):
         rows = pages[self.page]
         return mean_ci(self.increase(rows, self.method(rows, FAMILIES[family])))
 
-    def costs(self, pages: Mapping[str, Rows]) -> Costs:
+    def costs(self, pages: Mapping[str, Rows]) -> pd.Series:
         """Return the loss increase of each family, relative to that of uniform attention."""
         rows = pages[self.page]
-        uniform = self.increase(rows, "uniform").mean()
-        costs = {}
+        means = {}
         for family, name in FAMILIES.items():
-            increase = self.increase(rows, self.method(rows, name))
-            if len(increase):
-                costs[family] = float(increase.mean()) / uniform
-        return costs
+            means[family] = self.increase(rows, self.method(rows, name)).mean()
+        title = f"[{self.name}]({self.page}.md)"
+        return pd.Series(means, name=title) / self.increase(rows, "uniform").mean()
+
+
+def costs_of(settings: Sequence[Setting], pages: Mapping[str, Rows]) -> pd.DataFrame:
+    """Return the loss increases of all families (columns) in all settings (rows)."""
+    return pd.DataFrame([setting.costs(pages) for setting in settings])
 
 
 def shared_medians(
-    settings: Sequence[Costs], family: str, other: str = REFERENCE
+    costs: pd.DataFrame, family: str, other: str = REFERENCE
 ) -> tuple[str, str, int]:
     """Medians of two families over the settings that both have, and the number of these settings."""
-    shared = [costs for costs in settings if family in costs and other in costs]
-    if not shared:
-        return "", "", 0
-    first = median(costs[family] for costs in shared)
-    second = median(costs[other] for costs in shared)
-    return percentage(first), percentage(second), len(shared)
+    shared = costs.dropna(subset=[family, other])
+    medians = shared.median()
+    return percentage(medians[family]), percentage(medians[other]), len(shared)
 
 
-def median_cell(settings: Sequence[Costs], family: str) -> str:
+def median_cell(costs: pd.DataFrame, family: str) -> str:
     """Format the median of a family against that of FAVOR++, with the number of settings."""
-    first, second, n = shared_medians(settings, family)
+    first, second, n = shared_medians(costs, family)
     if not n:
         return ""
     return f"{first} ({n})" if family == REFERENCE else f"{first} against {second} ({n})"
 
 
 def percentage(share: float) -> str:
-    return f"{share:.0%}".replace("-0%", "0%")
+    return "" if np.isnan(share) else f"{share:.0%}".replace("-0%", "0%")
 
 
-def setting_table(settings: Sequence[Setting], rows: Mapping[str, Rows]) -> pd.DataFrame:
+def setting_table(costs: pd.DataFrame) -> pd.DataFrame:
     """One row a setting: the loss increase of each family in percent of that of uniform attention."""
-    table = {}
-    for setting in settings:
-        shares = {family: percentage(cost) for family, cost in setting.costs(rows).items()}
-        table[f"[{setting.name}]({setting.page}.md)"] = shares
-    frame = pd.DataFrame.from_dict(table, orient="index").reindex(columns=[*FAMILIES])
-    return frame.dropna(axis=1, how="all").fillna("").rename_axis("setting")
+    return costs.dropna(axis=1, how="all").map(percentage).rename_axis("setting")
 
 
-def loss_against_time(shares: Mapping[str, float], times: Mapping[str, Mapping[str, float]]):
+def loss_against_time(shares: pd.Series, times: Mapping[str, Mapping[str, float]]):
     """Plot the loss increase of each family against its time, one marker for each of two builds of the code."""
     builds = next(iter(times.values()))
     fig, ax = new_figure(1, 1, figsize=(4.2, 3.2), layout="constrained")
     ends = []
     for family, built in {"exact": dict.fromkeys(builds, 1.0), **times}.items():
-        share = 0.0 if family == "exact" else shares.get(family)
-        if share is None:
+        share = 0.0 if family == "exact" else shares[family]
+        if np.isnan(share):
             continue
         shade = colour(FAMILIES.get(family, family).lower())
         y = 100 * share

@@ -100,13 +100,9 @@ def filters_over(
 
 def to_markdown(table: pd.DataFrame) -> str:
     """Format a table as Markdown, with the index as first column."""
-    header, *lines = table_cells(table)
-    return markdown(header, lines)
+    return markdown(with_index(table))
 
 
-def table_cells(table: pd.DataFrame) -> list[list[str]]:
-    """Return the header, then the rows, as lists; missing values are empty."""
-    cells = [[table.index.name or "", *map(str, table.columns)]]
-    for name, values in zip(table.index, table.astype(object).fillna("").to_numpy()):
-        cells.append([str(name), *map(str, values)])
-    return cells
+def with_index(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table with its index as first column; missing values are empty."""
+    return table.astype(object).fillna("").reset_index(names=table.index.name or "")
