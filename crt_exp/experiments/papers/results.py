@@ -1,14 +1,24 @@
 """Write results.md, which recommends an attention, and index.md from the rows of all pages."""
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import pandas as pd
 
-from crt_exp.experiments.drawing import save_figure
+from crt_exp.experiments.drawing import markdown, save_figure
 from crt_exp.experiments.papers import whole_models
-from crt_exp.experiments.report import Rows, mean_ci
+from crt_exp.experiments.report import Rows, mean_ci, pages
+from crt_exp.experiments.report.claims import (
+    CONFLICT,
+    NOT_JUDGED,
+    NOT_MEASURED,
+    UNDECIDED,
+    WORDS,
+    CaseResult,
+)
 from crt_exp.experiments.report.rendering import claims_frame, details
 from crt_exp.experiments.report.rows import read_rows
 from crt_exp.experiments.report.settings import (
@@ -23,13 +33,6 @@ from crt_exp.experiments.report.settings import (
     shared_medians,
 )
 from crt_exp.experiments.report.tables import to_markdown
-from crt_exp.experiments.report.verdicts import (
-    RULES,
-    Verdicts,
-    index_text,
-    undecided_claims,
-    verdict_counts,
-)
 from crt_exp.experiments.runner.run import write_atomic
 
 LENGTHS = (1024, 4096, 16384)
@@ -97,6 +100,16 @@ TUNED = [
     *vision_and_speech("fine-tuned after the swap", 64, 300, 47),
     Setting("proteins", "perf_redraw", "loss", PROTEINS),
 ]
+
+Verdicts = Mapping[str, Sequence[CaseResult]]  # page -> cases of its claims
+RULES = """How claims are judged:
+
+- Only fresh samples decide. If samples are added after a look at the first ones, the added samples decide alone.
+- A case with a failed sanity check is inconclusive. Attention has to matter (the cost of uniform attention), and the
+  method under test has to be trained (its gain over uniform attention).
+- A verdict needs p < 0.05 after Holm's correction over the page. Without it the case is inconclusive.
+- A comparison in a setting that the paper does not have is our own and is not counted.
+- Intervals cover the samples that a page names. Where all samples use one checkpoint, other models are not covered."""
 
 
 def write(folder: Path, verdicts: Verdicts) -> None:
@@ -193,6 +206,51 @@ def results_text(rows: Mapping[str, Rows], verdicts: Verdicts) -> str:
         to_markdown(verdict_counts(verdicts)).rstrip(),
         RULES,
         "## Undecided claims and what they need",
-        to_markdown(undecided_claims(verdicts)).rstrip(),
+        markdown(undecided_claims(verdicts)).rstrip(),
     ]
     return "\n\n".join(paragraphs) + "\n"
+
+
+# ---- verdicts of all pages
+
+
+def index_text(rows: Mapping[str, Rows], verdicts: Verdicts) -> str:
+    """Return index.md: each page with its counts of verdicts and its finding."""
+    table = verdict_counts(verdicts)
+    table["finding"] = [pages.load(name).finding_text(rows[name]) for name in verdicts]
+    return (
+        "# Pages of results\n\n[Which attention to take](results.md), and one page for each experiment.\n\n"
+        + to_markdown(table).rstrip()
+        + "\n"
+    )
+
+
+def verdict_counts(verdicts: Verdicts) -> pd.DataFrame:
+    """One row a page: how many cases of the paper's claims have each verdict."""
+    counts = {}
+    for name, results in verdicts.items():
+        title = f"[{pages.load(name).title}]({name}.md)"
+        counts[title] = Counter(result.base_verdict for result in results if result.paper)
+    table = pd.DataFrame(counts, index=[*WORDS]).T.astype(object).rename_axis("page")
+    if table[CONFLICT].isna().all():
+        table = table.drop(columns=CONFLICT)
+    return table.map(lambda count: "" if pd.isna(count) else f"{count:.0f}")
+
+
+def undecided_claims(verdicts: Verdicts) -> pd.DataFrame:
+    """One row a claim that is not decided, with its cases and what it would take."""
+    table = []
+    for name, results in verdicts.items():
+        for claim, group in groupby(results, lambda result: result.claim.text):
+            undecided = []
+            for result in group:
+                if result.paper and result.base_verdict in (UNDECIDED, NOT_JUDGED, NOT_MEASURED):
+                    undecided.append(result)
+            if not undecided:
+                continue
+            cases = "; ".join(result.case for result in undecided)
+            if len(undecided) > 3:
+                cases = f"{len(undecided)} cases"
+            needs = undecided[-1].claim.needs
+            table.append([f"[{name}]({name}.md)", claim, cases, needs])
+    return pd.DataFrame(table, columns=["page", "claim", "cases", "needs"])
