@@ -113,19 +113,32 @@ Times = dict[str, float]  # milliseconds by name
 class Work(NamedTuple):
     """A method on its inputs.
 
-    forward: returns the argument of backward. model: module to switch between eval and training mode.
+    leaves: tensors whose gradients are computed. gradient: that of the output; None for a loss. model: module to switch
+    between eval and training mode.
     """
 
     forward: Callable[[], Tensor]
-    backward: Callable[[Tensor], None]
+    leaves: Sequence[Tensor]
+    gradient: Tensor | None = None
     model: nn.Module = nn.Identity()
+
+    @classmethod
+    def of_model(cls, model: nn.Module, forward: Callable[[], Tensor]) -> "Work":
+        """Return the work of a model; forward returns a loss."""
+        return cls(forward, [*model.parameters()], model=model)
+
+    def train(self) -> None:
+        """Do a forward and a backward pass, and drop the gradients."""
+        self.forward().backward(self.gradient)
+        for leaf in self.leaves:
+            leaf.grad = None
 
     def times(self) -> Times:
         """Return milliseconds of inference, and of training (forward and backward pass)."""
         self.model.eval()
         inference = milliseconds(torch.no_grad()(self.forward))
         self.model.train()
-        training = milliseconds(lambda: self.backward(self.forward()))
+        training = milliseconds(self.train)
         return {"inference": inference, "training": training}
 
 
@@ -133,14 +146,9 @@ class Work(NamedTuple):
 
 
 def attention_work(method: str, length: int, device: str = "cpu") -> Work:
-    q, k, v, gradient = inputs(length, device)
-
-    def backward(out: Tensor) -> None:
-        out.backward(gradient)
-        for t in (q, k, v):
-            t.grad = None
-
-    return Work(partial(attention_function(method, device), q, k, v), backward)
+    *leaves, gradient = inputs(length, device)
+    forward = partial(attention_function(method, device), *leaves)
+    return Work(forward, leaves, gradient)
 
 
 def attention_function(method: str, device: str = "cpu") -> Attend:
@@ -265,15 +273,7 @@ def transformer(what: str, method: str, length: int) -> Work:
     make_layer = mechanism_of(method).layer
     model = Transformer(heads, layers, ffn, dim, make_layer)
     x = torch.randn(1, length, dim, generator=seeded(0))
-    return model_work(model, lambda: model(x).square().mean())
-
-
-def model_work(model: nn.Module, forward: Callable[[], Tensor]) -> Work:
-    def backward(loss: Tensor) -> None:
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-
-    return Work(forward, backward, model)
+    return Work.of_model(model, lambda: model(x).square().mean())
 
 
 def vit(method: str, tokens: int, size: str = "tiny") -> tuple[nn.Module, Tensor]:
@@ -329,7 +329,7 @@ def pretrained_work(name: str, method: str, length: int) -> Work:
         output = model(**inputs)
         return output.loss if "labels" in inputs else output.last_hidden_state.square().mean()
 
-    return model_work(model, forward)
+    return Work.of_model(model, forward)
 
 
 @lru_cache(maxsize=8)
@@ -421,7 +421,7 @@ class Speed(Measurement):
         if self.what in MODELS:
             return transformer(self.what, method, length).times
         model, image = vit(method, length, VITS[self.what])
-        return model_work(model, lambda: model(image).square().mean()).times
+        return Work.of_model(model, lambda: model(image).square().mean()).times
 
     def summary(self, records: list[dict]) -> str:
         """Return a table of median milliseconds: one row per length."""
