@@ -161,13 +161,10 @@ def image_bench(model: str, folder: str, split: Split) -> BatchBench:
     def batches(indices: Sequence[int]) -> list[Tensor]:
         return [transform(images.read_image(files[i]))[None] for i in indices]
 
-    labels: list[Tensor] | None = []
-    for i in judged:
-        label = label_of(files[i][len(str(place)) :], classes)
-        if label is None:
-            labels = None
-            break
-        labels.append(torch.tensor([label]))
+    numbers = [label_of(files[i][len(str(place)) :], classes) for i in judged]
+    labels = None
+    if None not in numbers:
+        labels = [torch.tensor([number]) for number in numbers]
     options = {"noun": "images", "seed": split.seed, "labels": labels}
     return BatchBench(loaded, batches(judged), batches(training), **options)
 

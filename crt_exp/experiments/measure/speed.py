@@ -40,7 +40,6 @@ CAUSAL = " causal"  # suffix of a method's name
 CHUNKED = f"chunked{CAUSAL}"
 BASELINE = "performer-pytorch"
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix, without fused kernels
-NAMES = (CHUNKED, BASELINE, BASELINE + CAUSAL, FORMED)
 # sizes of attention alone
 HEADS = 8
 D = 64
@@ -89,14 +88,6 @@ def mechanism_of(method: str, m: int = M) -> Mechanism:
     if "m" in split_words(method)[1]:
         return mechanism
     return mechanism.with_projections(m)
-
-
-def check_methods(methods: Sequence[str], what: str) -> None:
-    """Raise ConfigError for unknown methods."""
-    for method in methods:
-        if method not in NAMES:
-            name = method.removesuffix(CAUSAL) if what == "attention" else method
-            mechanism_of(name)
 
 
 def check_model(model: str | None, what: str) -> None:
@@ -369,8 +360,9 @@ class Speed(Measurement):
             `model`): inference, and training (forward and backward pass). "vit_ti": a training step with AdamW's
             update. "one_head": a forward pass, with new projections in each round.
         model: A folder, or models/<name> of `python -m crt_exp data`, for what=pretrained.
-        methods: As for `Mechanism.parse`, or one of NAMES. For attention alone, methods can end in " causal". Default:
-            a list, and for "vit_ti" and "one_head" the attention of the run. The seed rotates their order.
+        methods: As for `Mechanism.parse`, or CHUNKED, BASELINE and FORMED. For attention alone, methods can end in
+            " causal". Default: a list, and for "vit_ti" and "one_head" the attention of the run. The seed rotates their
+            order.
         device: "cuda" times attention alone on a GPU, in bfloat16.
     """
 
@@ -383,7 +375,6 @@ class Speed(Measurement):
 
     def __post_init__(self):
         check_model(self.model, self.what)
-        check_methods(self.methods or (), self.what)
         possible = self.what == "attention" and torch.cuda.is_available()
         if self.device == "cuda" and not possible:
             raise ValueError("task.device=cuda: expected task.what=attention, and a GPU")
@@ -454,8 +445,6 @@ class Memory(Measurement):
 
     def __post_init__(self):
         check_model(self.model, self.what)
-        if self.method is not None:
-            check_methods([self.method], self.what)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         method = self.method or str(mechanism)

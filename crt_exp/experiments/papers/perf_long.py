@@ -2,11 +2,20 @@
 
 import pandas as pd
 
-from crt_exp.experiments.intervals import mean_ci
-from crt_exp.experiments.report import Claim, Page, Rows, Tables, control_checks
-from crt_exp.experiments.report.plots import dot_plot, panels
-from crt_exp.experiments.report.sweeps import sweep
-from crt_exp.experiments.report.tables import filters_over, label, mean_table
+from crt_exp.experiments.report import (
+    Claim,
+    Page,
+    Rows,
+    Tables,
+    control_checks,
+    dot_plot,
+    filters_over,
+    label,
+    mean_ci,
+    mean_table,
+    panels,
+    sweep,
+)
 
 SIZES = (
     "+task.sizes.heads=4 +task.sizes.layers=2 +task.sizes.d_ff=128 +task.sizes.d=64 task.positions=rotary "
