@@ -197,7 +197,6 @@ def _batch_bench(model: nn.Module, pieces: Any, labels: Tensor | None, split: Sp
         [batches[i] for i in judged],
         [batches[i] for i in training],
         noun=noun,
-        seed=split.seed,
         labels=judged_labels,
     )
 

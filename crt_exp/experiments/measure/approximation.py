@@ -1,6 +1,5 @@
 """Approximation error of softmax attention, on pretrained or synthetic tensors.
 
-
 Notation: H query heads, Hkv key heads, L queries, S keys, m projections, M features. x and y are scaled queries and
 keys, so that x.y is the logit. Errors are relative, in the Frobenius norm of a head: |estimate - exact| / |exact|.
 """

@@ -83,7 +83,6 @@ class Bench:
     """
 
     noun = "pieces"  # name of the samples in tables
-    causal = False
     repeats = 0  # number of samples that are also evaluated as repeated passages
     labelled = True  # whether losses use labels
     timed: dict[int, Any]  # number of tokens -> sample to time, in ascending order
@@ -93,7 +92,6 @@ class Bench:
         model: nn.Module,
         judged: Sequence[Any] = (),
         training: Sequence[Any] | None = (),
-        seed: int = 0,
     ):
         if swapped_states(model):
             raise ValueError(
@@ -102,7 +100,6 @@ class Bench:
         self.model = model.eval()
         self.judged = judged
         self.training = training
-        self.seed = seed
         self.device = next(model.parameters()).device
         # state dicts of fitted methods
         self.fits: dict[Mechanism, list[dict[str, Tensor]]] = {}
@@ -245,7 +242,8 @@ class TextBench(Bench):
         seed: int = 0,
     ):
         batches = None if training is None else training.split(1)
-        super().__init__(model, rows, batches, seed)
+        super().__init__(model, rows, batches)
+        self.seed = seed
         self.predicts = predicts(model)
         self.rows = rows
         self.mask = mask
@@ -413,9 +411,8 @@ class BatchBench(Bench):
         *,
         labels: Sequence[Tensor] | None = None,
         noun: str = "pieces",
-        seed: int = 0,
     ):
-        super().__init__(model, judged, training, seed)
+        super().__init__(model, judged, training)
         self.labels = labels
         self.noun = noun
         lengths = []
