@@ -4,6 +4,7 @@ Claims are those of Adda and Allen (2021).
 """
 
 import pandas as pd
+from scipy.stats import gmean
 
 from crt_exp.experiments.report import (
     Claim,
@@ -12,7 +13,6 @@ from crt_exp.experiments.report import (
     Tables,
     filters_over,
     geometric_interval,
-    geometric_mean_ci,
     line_plot,
     mean_table,
     panels,
@@ -229,7 +229,7 @@ def plot_errors(
     """Plot the errors of a map by m; names: method -> its key in labels."""
     at_scale = Rows(rows.frame[rows.frame["scale"] == scale])
     uniform = at_scale.values("uniform", f"{name} sampler=iid", **where)
-    ax.axhline(geometric_mean_ci(uniform)[0], color="grey", lw=1, ls="--")
+    ax.axhline(gmean(uniform), color="grey", lw=1, ls="--")
     style = {"log": "xy", "geometric": True, "dotted": dotted}
     line_plot(ax, at_scale.renamed(names), "m", "errors", labels, **style, **where)
     title = f"{MAPS[name]}, scale {scale} (dashed: uniform attention)"

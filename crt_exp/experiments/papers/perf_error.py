@@ -1,6 +1,7 @@
 """Performers Figures 2, 4 and 14: error of estimates, of attention, and through layers."""
 
 import pandas as pd
+from scipy.stats import gmean
 
 from crt_exp.experiments.papers.parts.small_encoders import ENCODERS
 from crt_exp.experiments.report import (
@@ -11,7 +12,6 @@ from crt_exp.experiments.report import (
     Rows,
     Tables,
     filters_over,
-    geometric_mean_ci,
     line_plot,
     mean_table,
     panels,
@@ -141,8 +141,7 @@ def claims(rows: Rows) -> list[Claim]:
 
 
 def two_digits(values: pd.Series) -> str:
-    mean = geometric_mean_ci(values)[0]
-    return f"{float(f'{mean:.2g}'):,.9g}"
+    return f"{float(f'{gmean(values):.2g}'):,.9g}"
 
 
 def columns(heads: str, sums: list[int]) -> dict[str, dict]:
