@@ -215,7 +215,16 @@ class DenseBaseline(Baseline):
     the first `first` keys. Queries are those of the last positions. Raises ValueError for padding masks.
     """
 
-    def __init__(self, heads: int, d: int, *, rank: str, keys: Whole, first: Whole = 0, **sizes):
+    def __init__(
+        self,
+        heads: int,
+        d: int,
+        *,
+        rank: str,
+        keys: Whole,
+        first: Whole = 0,
+        **sizes,
+    ):
         super().__init__(heads, d, **sizes)
         self.rank = RANKS[rank]
         self.retrieved = keys

@@ -172,8 +172,9 @@ class Dictation(SwapMeasurement):
         batches = [recogniser.calibration_batch(utterance) for utterance in training]
         with Bench(recogniser.model.get_encoder(), training=batches).approximated(mechanism):
             swapped, agrees = zip(*map(recogniser.score, group, tokens))
-        above = torch.cat(swapped).mean().item() - torch.cat(exact).mean().item()
-        yield {"above": above, "agrees": torch.cat(agrees).mean().item()}
+        loss = torch.cat(swapped).mean().item()
+        exact_loss = torch.cat(exact).mean().item()
+        yield {"above": loss - exact_loss, "agrees": torch.cat(agrees).mean().item()}
 
 
 # ---- fine-tuned
