@@ -3,8 +3,8 @@
 Claims are those of Adda and Allen (2021).
 """
 
+import numpy as np
 import pandas as pd
-from scipy.stats import gmean
 
 from crt_exp.experiments.report import (
     Claim,
@@ -228,8 +228,8 @@ def plot_errors(
 ) -> None:
     """Plot the errors of a map by m; names: method -> its key in labels."""
     at_scale = Rows(rows.frame[rows.frame["scale"] == scale])
-    uniform = at_scale.values("uniform", f"{name} sampler=iid", **where)
-    ax.axhline(gmean(uniform), color="grey", lw=1, ls="--")
+    uniform = at_scale.values("uniform", f"{name} sampler=iid", log=True, **where)
+    ax.axhline(np.exp(uniform.mean()), color="grey", lw=1, ls="--")
     style = {"log": "xy", "geometric": True, "dotted": dotted}
     line_plot(ax, at_scale.renamed(names), "m", "errors", labels, **style, **where)
     title = f"{MAPS[name]}, scale {scale} (dashed: uniform attention)"
