@@ -161,14 +161,14 @@ def image_bench(model: str, folder: str, split: Split) -> BatchBench:
     def batches(indices: Sequence[int]) -> list[Tensor]:
         return [transform(images.read_image(files[i]))[None] for i in indices]
 
-    numbers = [label_of(files[i][len(str(place)) :], classes) for i in judged]
+    numbers = [label_of(files[i].relative_to(place), classes) for i in judged]
     labels = None
     if None not in numbers:
         labels = [torch.tensor([number]) for number in numbers]
     return BatchBench(loaded, batches(judged), batches(training), noun="images", labels=labels)
 
 
-def label_of(path: str, classes: tuple[str, ...]) -> int | None:
+def label_of(path: str | Path, classes: tuple[str, ...]) -> int | None:
     """Return the class of the last folder in a path that has the name of a class."""
     named = [part for part in Path(path).parts[:-1] if part in classes]
     return classes.index(named[-1]) if named else None
