@@ -9,11 +9,10 @@ import words
 import yaml
 from helpers.pages import BLOCKS, PAGES, ROOT, project
 
-from crt_exp.experiments.papers.results import model_times
+from crt_exp.experiments.papers.results import FAMILIES, model_times
 from crt_exp.experiments.papers.whole_models import BUILDS
 from crt_exp.experiments.report import mean_ci
 from crt_exp.experiments.report.rows import read_rows
-from crt_exp.experiments.report.settings import FAMILIES
 from crt_exp.registry import choices
 
 

@@ -10,16 +10,31 @@ import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import choices
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 DECADES = 1000  # an axis that spans at least this ratio has ticks at powers of ten only,
 DIGITS = 10  # as does an axis with more than this product of digits and decades
 LABEL_SIZE = 8  # points
 EXACT = "#000000"
 CONTROL = "#999999"
+CONTROLS = (
+    "uniform",
+    "identity",
+    "zero",
+    "majority",
+    "majority class",
+    "word overlap",
+    "no model",
+    "average",
+    "random",
+)
 COLOURS = {
     "exact": EXACT,
     "nearfar": "#0072B2",
@@ -90,19 +105,19 @@ LABELS = {
 def colour(name: str) -> str:
     """The colour of a feature map, sampler, kernel or attention method.
 
-    Attention has the colour of its feature map. Options in a name, as in "favorpp m=256", do not matter.
+    Attention has the colour of its feature map, and controls are grey. Options in a name, as in "favorpp m=256", do not
+    matter. Other names have a colour that is derived from the name, dark enough for lines on white.
     """
-    name = re.split("[ ,]", name)[0]
+    first = re.split("[ ,]", name)[0]
+    if name in CONTROLS or first in CONTROLS:
+        return CONTROL
+    name = first
     if name in COLOURS:
         return COLOURS[name]
     if name in choices("attention") and name not in choices("features"):
         parts = Mechanism.of(name).parts
-        return colour(parts["features"].name) if "features" in parts else CONTROL
-    return colour_by_rule(name)
-
-
-def colour_by_rule(name: str) -> str:
-    """A colour derived from the name alone, dark enough for lines on white."""
+        if "features" in parts:
+            return colour(parts["features"].name)
     red_green_blue = colorsys.hsv_to_rgb(zlib.crc32(name.encode()) % 360 / 360, 0.7, 0.65)
     return "#" + "".join(f"{round(255 * part):02X}" for part in red_green_blue)
 
@@ -215,11 +230,12 @@ def spread_heights(
     return heights
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def markdown(table: "DataFrame") -> str:
     """Format a Markdown table: first column left-aligned, others right-aligned.
 
-    Vertical bars in cells are escaped.
+    The index is not shown. Vertical bars in cells are escaped.
     """
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    header = [*table.columns]
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *table.to_numpy(object)]
     cells = [[re.sub(r"(?<!\\)\|", r"\\|", str(cell)) for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"

@@ -219,12 +219,6 @@ def _hypotenuse(a: float, b: float, correlation: float) -> float:
     return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
 
 
-def geometric_mean_ci(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the geometric mean and the ends of its 95% interval."""
-    log = mean_ci(np.log(values))
-    return math.exp(log.mean), math.exp(log.mean - log.half), math.exp(log.mean + log.half)
-
-
 def geometric_interval(values: Sequence[float], spec: str) -> str:
     """Format a geometric mean with its 95% interval, which needs two values; none as "".
 
@@ -233,10 +227,11 @@ def geometric_interval(values: Sequence[float], spec: str) -> str:
     """
     if not len(values):
         return ""
-    mean, low, high = geometric_mean_ci(values)
-    if len(values) == 1:
-        return f"{mean:{spec}}"
-    return f"{mean:{spec}} ({low:{spec}} to {high:{spec}})"
+    mean, half, _, n = mean_ci(np.log(values))
+    if n == 1:
+        return f"{math.exp(mean):{spec}}"
+    low, high = math.exp(mean - half), math.exp(mean + half)
+    return f"{math.exp(mean):{spec}} ({low:{spec}} to {high:{spec}})"
 
 
 def ratio_interval(logs: Sequence[float], spec: str) -> str:

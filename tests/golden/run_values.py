@@ -114,7 +114,7 @@ RUNS = {
     "projections": ["task=projections task.length=32 task.ms=[8,16] task.samples=3"],
     "approximation": [
         """task=approximation task.length=64 task.ms=[16] task.samples=2 task.rows=8
-        task.heads=2 task.d=16 task.depth=2 attention=favorpp"""
+        task.heads=2 task.d=16 attention=favorpp"""
     ],
     "pointwise": [
         "task=pointwise task.d=8 task.lengths=[1.0] task.angles=3 task.groups=2 task.draws=4"

@@ -197,7 +197,6 @@ def _batch_bench(model: nn.Module, pieces: Any, labels: Tensor | None, split: Sp
         [batches[i] for i in judged],
         [batches[i] for i in training],
         noun=noun,
-        seed=split.seed,
         labels=judged_labels,
     )
 
@@ -392,34 +391,23 @@ class Trial:
 
     def unmeasured(self) -> list[str]:
         """Return sentences on what was not measured, and why."""
-        count = len(self.bench.judged)
-        noun = self.bench.noun
-        early = []
+        samples = f"{len(self.bench.judged)} {self.bench.noun}"
+        names: dict[str, list[str]] = {"decided": [], "undecided": [], "without memory": []}
         for label, record in self.losses.items():
-            if label != EXACT and len(record["loss"]) < count:
-                early.append(label)
-        decided = [label for label in early if self.is_decided(label)]
-        undecided = [label for label in early if label not in decided]
-        without_memory = [label for label, mib in self.mib.items() if mib is None]
-        sentences = []
-        if decided:
-            sentences.append(
-                f"Fewer than {count} {noun} decided the verdict on {', '.join(decided)}."
-            )
-        if undecided:
-            sentences.append(
-                f"The time was over before all {count} {noun} were measured with "
-                f"{', '.join(undecided)}."
-            )
-        if without_memory:
-            sentences.append(f"Memory was not measured: {', '.join(without_memory)}.")
+            if label != EXACT and len(record["loss"]) < len(self.bench.judged):
+                names["decided" if self.is_decided(label) else "undecided"].append(label)
+            if self.mib[label] is None:
+                names["without memory"].append(label)
+        decided, undecided, without_memory = [", ".join(listed) for listed in names.values()]
+        sentences = {
+            f"Fewer than {samples} decided the verdict on {decided}.": decided,
+            f"The time was over before all {samples} were measured with {undecided}.": undecided,
+            f"Memory was not measured: {without_memory}.": without_memory,
+        }
         for length, times in self.times.items():
-            rounds = len(times[EXACT])
-            if rounds < self.rounds:
-                sentences.append(
-                    f"The time was over after {rounds} of {self.rounds} rounds of timing at {length} tokens."
-                )
-        return sentences
+            rounds = f"{len(times[EXACT])} of {self.rounds} rounds of timing at {length} tokens"
+            sentences[f"The time was over after {rounds}."] = len(times[EXACT]) < self.rounds
+        return [sentence for sentence, holds in sentences.items() if holds]
 
 
 def report(progress: str) -> None:

@@ -1,42 +1,33 @@
 """Approximation error of softmax attention, on pretrained or synthetic tensors.
 
-Also measures error propagation through the hidden states.
-
 Notation: H query heads, Hkv key heads, L queries, S keys, m projections, M features. x and y are scaled queries and
 keys, so that x.y is the logit. Errors are relative, in the Frobenius norm of a head: |estimate - exact| / |exact|.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import zip_longest
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from crt_exp.attention import DenominatorCount, attention, exact_attention, uniform_attention
+from crt_exp.attention import DenominatorCount, attention, uniform_attention
 from crt_exp.attention.reference import attention_matrix
-from crt_exp.attention.running import for_query_heads, grouped_statistics
 from crt_exp.experiments.measure import (
     Record,
     Records,
     SwapMeasurement,
-    TensorPair,
     check_estimates,
     seeded,
 )
 from crt_exp.experiments.measure.bench import fit_attention
-from crt_exp.experiments.measure.fidelity import DocumentBench, relative_error
+from crt_exp.experiments.measure.fidelity import DocumentBench, LayerCall, relative_error
 from crt_exp.experiments.measure.kernel import fit_map, generator
-from crt_exp.experiments.models.language import Transformer
-from crt_exp.features import FeatureMap
-from crt_exp.features.base import Params
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.bias import bias_record, bias_sentence
-from crt_exp.samplers.noise import cached_property
-from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked
+from crt_exp.validation import Count, FileName, Positive, Several, checked
 
 # averaged over layers in the final record
 MEANS = ("output_error", "uniform_error", "matrix_error", "negative_denominators")
@@ -44,7 +35,6 @@ ERRORS = {
     "the output": "output_error",
     "uniform attention": "uniform_error",
     "the matrix": "matrix_error",
-    "the last hidden states": "hidden_error",
 }  # of the summary, by what they are errors of
 
 
@@ -55,10 +45,10 @@ class Approximation(SwapMeasurement):
     conf/task/approximation.yaml explains the options. Splits of the rows:
 
     - `layer`, one row per layer and m: errors.
-    - `depth`, one row per m: error of the hidden states after each layer.
     - `test`, the final row: means at the largest m.
 
-    Attention without projections has no matrix error and no m.
+    Attention without projections has no matrix error and no m. task=error_by_layer and task=fidelity measure the error
+    of hidden states.
     """
 
     metric = "output_error"
@@ -71,7 +61,6 @@ class Approximation(SwapMeasurement):
         heads: Count,
         d: Count,
         scale: Positive,
-        depth: Whole,
         model: FileName | None = None,
         text: FileName | None = None,
         length: Count | None = None,
@@ -81,11 +70,11 @@ class Approximation(SwapMeasurement):
         self.ms = ms
         self.samples = samples
         self.queries = rows
-        self.has_depth = model is not None or depth > 0
         if model is None:
-            self.source = Synthetic(length or 1024, heads, d, scale, depth)
+            self.layers = Synthetic(length or 1024, heads, d, scale).layers
         else:
-            self.source = Pretrained(model, text, length)
+            calls = DocumentBench(model, text, length=length).calls[0]
+            self.layers = lambda sample, seed: calls
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
@@ -96,37 +85,23 @@ class Approximation(SwapMeasurement):
             largest = max(self.ms)
         layers = []
         for projected in mechanisms:
-            for i in range(len(self.source.layers(0, seed))):
+            for i in range(len(self.layers(0, seed))):
                 record = self.layer_record(projected, i, seed)
                 yield {"split": "layer", **record}
                 if record.get("m") == largest:
                     layers.append(record)
-        last = self.mean_record(mechanism, layers, seed)
-        for projected in mechanisms if self.has_depth else ():
-            record = self.depth_record(projected, seed)
-            yield {"split": "depth", **record}
-            if record.get("m") == largest:
-                last["hidden_error"] = record["hidden_error"]
-        yield {"split": "test", **last}
+        yield {"split": "test", **self.mean_record(mechanism, layers, seed)}
 
     def layer_record(self, mechanism: Mechanism, i: int, seed: int) -> Record:
         """Return mean errors of output and matrix over samples, and by head (`_heads`)."""
         options = {"samples": self.samples, "queries": self.queries}
-        errors, negative = layer_errors(self.source, mechanism, i, seed, **options)
-        record = {"layer": i, "path": self.source.layers(0, seed)[i].path}
+        errors, negative = layer_errors(self.layers, mechanism, i, seed, **options)
+        record = {"layer": i, "path": self.layers(0, seed)[i].path}
         if mechanism.estimates:
             record |= {"m": mechanism.m, "negative_denominators": negative}
         for name, values in errors.items():
             record[name] = _number(values.mean())
             record[f"{name}_heads"] = _numbers(values.mean(0))
-        return record
-
-    def depth_record(self, mechanism: Mechanism, seed: int) -> Record:
-        """Return the mean error over samples of the hidden states after each layer."""
-        record = {"m": mechanism.m} if mechanism.estimates else {}
-        mean = self.source.hidden_errors(mechanism, self.samples, seed).mean(0)
-        record["hidden_error"] = _number(mean[-1])
-        record["hidden_error_by_layer"] = _numbers(mean)
         return record
 
     def mean_record(self, mechanism: Mechanism, layers: list[Record], seed: int) -> Record:
@@ -138,7 +113,7 @@ class Approximation(SwapMeasurement):
                 record[name] = None if None in values else sum(values) / len(values)
         if mechanism.estimates:
             record["m"] = layers[0]["m"]
-            layer = self.source.layers(0, seed)[0]
+            layer = self.layers(0, seed)[0]
             x = layer.x[0, 0]
             y = layer.y[0, 0]
             params = fit_map(mechanism, x, y)
@@ -174,7 +149,7 @@ class Approximation(SwapMeasurement):
 
 @torch.no_grad()
 def layer_errors(
-    source: "Synthetic | Pretrained",
+    layers: Callable[[int, int], list[LayerCall]],
     mechanism: Mechanism,
     i: int,
     seed: int,
@@ -184,85 +159,45 @@ def layer_errors(
 ) -> tuple[dict[str, Tensor], float]:
     """Return errors of layer i by name, (samples, H) each, and the share of denominators <= 0.
 
+    layers: returns the tensors of all layers for the number of a sample and a seed.
     `uniform_error` is the error of uniform attention. For a feature map, some rows of the attention matrix, those of
     a number of `queries`, are compared too.
     """
     count = DenominatorCount()
     errors: dict[str, list[Tensor]] = {}
-    estimates = mechanism.estimates
     for sample in range(samples):
-        layer = source.layers(sample, seed)[i]
-        uniform = uniform_attention(layer.x, layer.y, layer.v, causal=layer.causal)
-        pairs = {"uniform": (uniform, layer.output)}
-        if estimates:
+        layer = layers(sample, seed)[i]
+        tensors = (layer.x, layer.y, layer.v)
+        causal = {"causal": layer.causal}
+        pairs = {"uniform": (uniform_attention(*tensors, **causal), layer.output)}
+        if mechanism.estimates:
             order = torch.randperm(layer.x.shape[2], generator=generator(seed))
             rows = order[:queries].sort().values
-            g = generator(seed, i, sample)
-            pairs |= estimated_pairs(mechanism, layer, rows, g, count)
-        else:
-            pairs["output"] = (whole_output(mechanism, layer), layer.output)
-        for name, (estimate, exact) in pairs.items():
-            error = relative_error(estimate, exact, (-2, -1))[0]
+            phi = mechanism.map()
+            noise = mechanism.noise(layer.d, generator(seed, i, sample), (layer.heads,))
+            params = layer.fit(phi)
+            output = attention(*tensors, phi, noise, params, counter=count, **causal)
+            pairs["output"] = (output, layer.output)
+            matrix = attention_matrix(layer.x, layer.y, phi, noise, params, rows=rows, **causal)
+            exact = attention_matrix(layer.x, layer.y, rows=rows, **causal)
+            pairs["matrix"] = (matrix, exact)
+        else:  # causal layers are fitted to the inputs
+            options = {"kv_heads": layer.y.shape[1], "scaling": 1.0, **causal}
+            state = mechanism.layer(layer.heads, layer.d, **options).eval()
+            pairs["output"] = (fit_attention(state, [tensors])(*tensors), layer.output)
+        for name, pair in pairs.items():
+            error = relative_error(*pair, (-2, -1))[0]
             errors.setdefault(f"{name}_error", []).append(error)
     stacked = {name: torch.stack(values) for name, values in errors.items()}
     return stacked, count.fraction
 
 
-def estimated_pairs(
-    mechanism: Mechanism,
-    layer: "LayerInputs",
-    rows: Tensor,
-    g: torch.Generator,
-    count: DenominatorCount,
-) -> dict[str, TensorPair]:
-    """Return estimate and exact value of the output, and of some rows of the matrix."""
-    x = layer.x
-    y = layer.y
-    phi = mechanism.map()
-    noise = mechanism.noise(layer.d, g, (layer.heads,))
-    params = layer.fit(phi)
-    causal = layer.causal
-    output = attention(x, y, layer.v, phi, noise, params, causal=causal, counter=count)
-    matrix = attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows)
-    exact = attention_matrix(x, y, causal=causal, rows=rows)
-    return {"output": (output, layer.output), "matrix": (matrix, exact)}
-
-
 # ---- where the tensors come from
-
-
-@dataclass
-class LayerInputs:
-    """Inputs of one call of an attention layer."""
-
-    path: str
-    x: Tensor  # (1, H, L, d)
-    y: Tensor  # (1, Hkv, S, d)
-    v: Tensor  # (1, Hkv, S, dv)
-    causal: bool = False
-
-    def __post_init__(self):
-        self.heads = self.x.shape[1]
-        self.d = self.x.shape[3]
-
-    @cached_property
-    def output(self) -> Tensor:
-        """Output of exact attention, (1, H, L, dv)."""
-        return exact_attention(self.x, self.y, self.v, causal=self.causal)
-
-    def fit(self, phi: FeatureMap) -> Params:
-        """Fit parameters (1, H, 1, ...) to these tensors, jointly for grouped query heads."""
-        params = phi.fit(grouped_statistics(self.x, self.y))
-        return for_query_heads(params, self.heads // self.y.shape[1])
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Random queries, keys and values, and a Transformer with random weights.
-
-    q, k ~ N(0, scale^2) and v ~ N(0, 1) for each sample. The Transformer has `depth` bidirectional pre-norm layers of
-    width heads * d with torch's initial weights; those of queries and keys are scaled to give a standard deviation of
-    `scale`. Its input tokens are N(0, 1).
+    """Random queries, keys and values: q, k ~ N(0, scale^2) and v ~ N(0, 1) for each sample.
 
     Args:
         scale: Standard deviation of the entries of queries and keys.
@@ -274,121 +209,20 @@ class Synthetic:
     heads: int
     d: int
     scale: float
-    depth: int
     turn: float | None = None
 
-    def layers(self, sample: int, seed: int) -> list[LayerInputs]:
+    def layers(self, sample: int, seed: int) -> list[LayerCall]:
         return [random_inputs(self, 1000 * seed + sample)]
-
-    def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
-        """Return relative errors of the hidden states after each layer, (samples, depth).
-
-        All samples share the weights.
-        """
-        seeded_mechanism = replace(mechanism, seed=seed)
-        errors = []
-        for sample in range(samples):
-            tokens = 1000 * seed + sample
-            errors.append(self.errors_of(seeded_mechanism, seed, tokens, sample))
-        return torch.tensor(errors)
-
-    @torch.no_grad()
-    def errors_of(
-        self, mechanism: Mechanism, weights: int, tokens: int, sample: int
-    ) -> list[float]:
-        """Return the errors of one sample.
-
-        weights, tokens: seeds. sample: number of the sample of the projections.
-        """
-        h, exact = exact_states(self, weights, tokens)
-        numbers = range(self.depth * sample, self.depth * (sample + 1))
-        layers = [mechanism.layer(self.heads, self.d, layer=number) for number in numbers]
-        estimates = states(random_transformer(self, weights), h, layers)
-        return [relative_error(*pair).item() for pair in zip(estimates, exact)]
-
-
-def states(model: Transformer, h: Tensor, layers: Sequence[nn.Module] = ()) -> list[Tensor]:
-    """Return the hidden states (1, L, width) after each block.
-
-    layers: attention layers that replace those of the first blocks.
-    """
-    result = []
-    for block, layer in zip_longest(model.blocks, layers):
-        own = block.attention
-        block.attention = layer or own
-        h = block(h)
-        block.attention = own
-        result.append(h)
-    return result
 
 
 @lru_cache(maxsize=64)
-def random_inputs(source: Synthetic, seed: int) -> LayerInputs:
+def random_inputs(source: Synthetic, seed: int) -> LayerCall:
     shape = (3, 1, source.heads, source.length, source.d)
     q, k, v = torch.randn(shape, generator=seeded(seed))
     if source.turn is not None:
         q = math.cos(source.turn) * k + math.sin(source.turn) * q
     root = source.d**0.25
-    return LayerInputs("synthetic", source.scale * q / root, source.scale * k / root, v)
-
-
-@lru_cache(maxsize=1)
-def random_transformer(source: Synthetic, seed: int) -> Transformer:
-    width = source.heads * source.d
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        make_layer = Mechanism.of("exact").layer
-        model = Transformer(source.heads, source.depth, 4 * width, width, make_layer)
-    # with torch's uniform weights, outputs for normalised tokens have variance 1/3
-    for block in model.blocks:
-        block.qkv.weight.data[: 2 * width] *= 3**0.5 * source.scale
-    return model.eval()
-
-
-@lru_cache(maxsize=16)
-def exact_states(source: Synthetic, weights: int, tokens: int) -> tuple[Tensor, list[Tensor]]:
-    """Return tokens (1, L, heads * d) and hidden states after each layer."""
-    width = source.heads * source.d
-    h = torch.randn(1, source.length, width, generator=seeded(tokens))
-    return h, states(random_transformer(source, weights), h)
-
-
-class Pretrained(DocumentBench):
-    """A pretrained model that reads, and is fitted to, the first tokens of a document."""
-
-    def __init__(self, model: str, text: str, length: int | None = None):
-        super().__init__(model, text, length=length)
-        self.training = [self.rows]
-        self.inputs = []
-        for call in self.calls[0]:
-            x = call.scaling**0.5 * call.q
-            y = call.scaling**0.5 * call.k
-            causal = call.causal and call.q.shape[2] > 1
-            self.inputs.append(LayerInputs(call.path, x, y, call.v, causal))
-
-    def layers(self, sample: int, seed: int) -> list[LayerInputs]:
-        return self.inputs
-
-    @torch.no_grad()
-    def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
-        """Return relative errors of the hidden states after each layer, (samples, layers)."""
-        errors = []
-        for sample in range(samples):
-            sampled = replace(mechanism, seed=1000 * seed + sample)
-            with self.swapped(sampled) as states:
-                errors.append(self.document_errors(0, states)["hidden"])
-        return torch.tensor(errors)
-
-
-# ---- what is computed of them
-
-
-def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
-    """Output of attention without projections; causal layers are fitted to its inputs."""
-    options = {"kv_heads": layer.y.shape[1], "causal": layer.causal, "scaling": 1.0}
-    tensors = (layer.x, layer.y, layer.v)
-    state = mechanism.layer(layer.heads, layer.d, **options).eval()
-    return fit_attention(state, [tensors])(*tensors)
+    return LayerCall("synthetic", source.scale * q / root, source.scale * k / root, v)
 
 
 def _number(value: Tensor | float) -> float | None:

@@ -35,12 +35,13 @@ from crt_exp.experiments.measure import (
     data_file,
     seeded,
 )
-from crt_exp.experiments.measure.approximation import LayerInputs, Synthetic, layer_errors
+from crt_exp.experiments.measure.approximation import Synthetic, layer_errors
 from crt_exp.experiments.measure.bench import fit_attention, recorded_calls
-from crt_exp.experiments.measure.fidelity import DocumentBench, relative_error
+from crt_exp.experiments.measure.fidelity import DocumentBench, LayerCall, relative_error
 from crt_exp.experiments.measure.kernel import fit_map, generator
 from crt_exp.experiments.models import language
 from crt_exp.experiments.models.folder import WEIGHTS, folder_of
+from crt_exp.experiments.models.language import Transformer
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.features import TrigRF
 from crt_exp.mechanism import Mechanism
@@ -75,7 +76,7 @@ class ProjectionErrors(Series):
     code: Literal["iid", "orthogonal", "hadamard"] | None = None
 
     def __post_init__(self):
-        self.source = Synthetic(self.length, 1, self.d, self.scale, 0)
+        self.source = Synthetic(self.length, 1, self.d, self.scale)
 
     def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
         """Return mean `mse`, and `errors` and `uniform` (uniform attention) by sample."""
@@ -92,7 +93,7 @@ class ProjectionErrors(Series):
             uniform.append((exact - mean).square().mean().item())
         return {"mse": sum(errors) / len(errors), "errors": errors, "uniform": uniform}
 
-    def estimate(self, mechanism: Mechanism, layer: LayerInputs, g: torch.Generator) -> Tensor:
+    def estimate(self, mechanism: Mechanism, layer: LayerCall, g: torch.Generator) -> Tensor:
         noise = mechanism.noise(self.d, g)
         params = fit_map(mechanism, layer.x[0, 0], layer.y[0, 0])
         phi = mechanism.map()
@@ -150,13 +151,13 @@ class HeadErrors(Series, SwapMeasurement):
 
     def __post_init__(self):
         scale = scale_of(self.sum, self.d)
-        self.source = Synthetic(self.length, 1, self.d, scale, 0, self.turn)
+        self.source = Synthetic(self.length, 1, self.d, scale, self.turn)
 
     def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
         if mechanism.estimates:
             mechanism = mechanism.with_projections(m)
         options = {"samples": self.samples, "queries": 1}
-        errors, _ = layer_errors(self.source, mechanism, 0, seed, **options)
+        errors, _ = layer_errors(self.source.layers, mechanism, 0, seed, **options)
         ratio = errors["output_error"] / errors["uniform_error"]
         mse = ratio[:, 0].square()
         return {"mse": mse.tolist(), "log_mse": mse.log().mean().item()}
@@ -199,9 +200,7 @@ class ErrorByLayer(SwapMeasurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
         if self.init is None:
-            scale = scale_of(self.sum, self.d)
-            source = Synthetic(self.length, self.heads, self.d, scale, self.depth)
-            errors = source.errors_of(replace(mechanism, seed=0), seed, seed, seed)
+            errors = self.random_errors(replace(mechanism, seed=0), seed)
         else:
             mechanism = replace(mechanism, seed=seed)
             with torch.no_grad(), self.bench.swapped(mechanism) as states:
@@ -209,6 +208,37 @@ class ErrorByLayer(SwapMeasurement):
         layers = [*range(1, len(errors) + 1)]
         growth = errors[-1] / errors[0] if errors[0] else None
         yield {"layer": layers, "error": errors, "growth": growth}
+
+    @torch.no_grad()
+    def random_errors(self, mechanism: Mechanism, seed: int) -> list[float]:
+        """Return the errors in a Transformer with random weights, for tokens N(0, 1).
+
+        The Transformer has bidirectional pre-norm layers with torch's initial weights; those of queries and keys are
+        scaled.
+        """
+        width = self.heads * self.d
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            make_layer = Mechanism.of("exact").layer
+            model = Transformer(self.heads, self.depth, 4 * width, width, make_layer).eval()
+        # with torch's uniform weights, outputs for normalised tokens have variance 1/3
+        for block in model.blocks:
+            block.qkv.weight.data[: 2 * width] *= 3**0.5 * scale_of(self.sum, self.d)
+        tokens = torch.randn(1, self.length, width, generator=seeded(seed))
+        exact = hidden_states(model, tokens)
+        for i, block in enumerate(model.blocks, self.depth * seed):
+            block.attention = mechanism.layer(self.heads, self.d, layer=i)
+        pairs = zip(hidden_states(model, tokens), exact)
+        return [relative_error(*pair).item() for pair in pairs]
+
+
+def hidden_states(model: Transformer, h: Tensor) -> list[Tensor]:
+    """Return the hidden states (1, L, width) after each block."""
+    states = []
+    for block in model.blocks:
+        h = block(h)
+        states.append(h)
+    return states
 
 
 @task_class

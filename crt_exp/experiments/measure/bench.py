@@ -29,7 +29,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import call_model, fill_statistics, learns, swapped_states
 from crt_exp.swap.swap import pretrained_models, unswap_attention
 
-MAX_CACHED = 32  # number of fitted methods that a bench caches
 MASKED = "masked"
 NEXT = "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
@@ -84,7 +83,6 @@ class Bench:
     """
 
     noun = "pieces"  # name of the samples in tables
-    causal = False
     repeats = 0  # number of samples that are also evaluated as repeated passages
     labelled = True  # whether losses use labels
     timed: dict[int, Any]  # number of tokens -> sample to time, in ascending order
@@ -94,7 +92,6 @@ class Bench:
         model: nn.Module,
         judged: Sequence[Any] = (),
         training: Sequence[Any] | None = (),
-        seed: int = 0,
     ):
         if swapped_states(model):
             raise ValueError(
@@ -103,9 +100,8 @@ class Bench:
         self.model = model.eval()
         self.judged = judged
         self.training = training
-        self.seed = seed
         self.device = next(model.parameters()).device
-        # state dicts of the last fitted methods
+        # state dicts of fitted methods
         self.fits: dict[Mechanism, list[dict[str, Tensor]]] = {}
 
     def run(self, piece: Any) -> Any:
@@ -153,8 +149,6 @@ class Bench:
             return
         self.fit(attention)
         self.fits[attention] = [copy.deepcopy(state.state_dict()) for state in states]
-        if len(self.fits) > MAX_CACHED:
-            del self.fits[next(iter(self.fits))]
 
     @torch.no_grad()
     def record_calls(self, piece: Any, record: Callable[..., Any]) -> tuple[list[Any], Any]:
@@ -248,7 +242,8 @@ class TextBench(Bench):
         seed: int = 0,
     ):
         batches = None if training is None else training.split(1)
-        super().__init__(model, rows, batches, seed)
+        super().__init__(model, rows, batches)
+        self.seed = seed
         self.predicts = predicts(model)
         self.rows = rows
         self.mask = mask
@@ -416,9 +411,8 @@ class BatchBench(Bench):
         *,
         labels: Sequence[Tensor] | None = None,
         noun: str = "pieces",
-        seed: int = 0,
     ):
-        super().__init__(model, judged, training, seed)
+        super().__init__(model, judged, training)
         self.labels = labels
         self.noun = noun
         lengths = []

@@ -8,16 +8,19 @@ the loss increase over exact attention in nats. Errors are relative, in the Frob
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from crt_exp.attention import exact_attention
+from crt_exp.attention.running import for_query_heads, grouped_statistics
 from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.text import official_file
 from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
@@ -30,6 +33,8 @@ from crt_exp.experiments.measure.bench import (
 from crt_exp.experiments.measure.model_files import length_in, load_language_model, rows_of
 from crt_exp.experiments.runner.configuration import load_task
 from crt_exp.experiments.tasks.base import Plan, Reader, Task, task_class
+from crt_exp.features import FeatureMap
+from crt_exp.features.base import Params
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import learns
 from crt_exp.validation import Count, FileName, Files, Several, Whole
@@ -38,23 +43,40 @@ SPLITS = ("train", "valid", "test")  # of WikiText-2
 TextOption = Annotated[str, Files(SPLITS)] | Sequence[FileName]
 
 
-class LayerCall(NamedTuple):
-    """One call of an attention layer: inputs and output.
+@dataclass
+class LayerCall:
+    """One call of an attention layer: inputs and output, unscaled q and k.
 
-    q (1, H, L, d), k and v (1, Hkv, L, .), unscaled.
+    Scaled queries x and keys y have the logits x.y. Grouped query heads share keys.
     """
 
     path: str
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scaling: float
-    causal: bool
-    output: Tensor
+    q: Tensor  # (1, H, L, d)
+    k: Tensor  # (1, Hkv, S, d)
+    v: Tensor  # (1, Hkv, S, dv)
+    scaling: float = 1.0
+    causal: bool = False
+    recorded: Tensor | None = None
 
+    def __post_init__(self):
+        self.x = self.scaling**0.5 * self.q
+        self.y = self.scaling**0.5 * self.k
+        self.heads = self.q.shape[1]
+        self.d = self.q.shape[3]
 
-def layer_call(layer: nn.Module, arguments: tuple, output: Tensor) -> LayerCall:
-    return LayerCall(layer.path, *arguments[:3], layer.scaling, layer.causal, output)
+    @classmethod
+    def of(cls, layer: nn.Module, arguments: tuple, output: Tensor) -> "LayerCall":
+        return cls(layer.path, *arguments[:3], layer.scaling, layer.causal, output)
+
+    @cached_property
+    def output(self) -> Tensor:
+        """Output of exact attention, (1, H, L, dv)."""
+        return exact_attention(self.x, self.y, self.v, causal=self.causal)
+
+    def fit(self, phi: FeatureMap) -> Params:
+        """Fit parameters (1, H, 1, ...) to these tensors, jointly for grouped query heads."""
+        params = phi.fit(grouped_statistics(self.x, self.y))
+        return for_query_heads(params, self.heads // self.y.shape[1])
 
 
 class HiddenStates(NamedTuple):
@@ -114,7 +136,7 @@ class DocumentBench(TextBench):
         self.calls: list[list[LayerCall]] = []
         for i, row in enumerate(self.rows.split(1)):
             self.exact.append(self.hidden_states(i))
-            self.calls.append(self.record_calls(row, layer_call)[0])
+            self.calls.append(self.record_calls(row, LayerCall.of)[0])
 
     @torch.no_grad()
     def hidden_states(self, i: int) -> HiddenStates:
@@ -153,21 +175,18 @@ class DocumentBench(TextBench):
             `above` (documents,): loss increase over exact attention in nats, for models that predict tokens.
         """
         with self.swapped(mechanism) as states:
-            records = [self.document_errors(i, states) for i in range(len(self.rows))]
-        arrays = {}
-        for key in records[0]:
-            arrays[key] = np.array([record[key] for record in records])
-        return arrays
+            records = pd.DataFrame(self.document_errors(i, states) for i in range(len(self.rows)))
+        return {name: np.array([*values]) for name, values in records.items()}
 
     def document_errors(self, i: int, states: dict[str, nn.Module]) -> Record:
         exact = self.exact[i]
         swapped = self.hidden_states(i)
-        record: Record = {"attention": [], "hidden": []}
+        record: Record = {"attention": []}
         for call in self.calls[i]:
             output = states[call.path].forward(call.q, call.k, call.v)
-            record["attention"].append(float(relative_error(output, call.output)))
-        for state, expected in zip(swapped.states, exact.states):
-            record["hidden"].append(float(relative_error(state, expected)))
+            record["attention"].append(float(relative_error(output, call.recorded)))
+        pairs = zip(swapped.states, exact.states)
+        record["hidden"] = [float(relative_error(*pair)) for pair in pairs]
         if exact.loss is not None:
             record["above"] = swapped.loss - exact.loss
         return record
@@ -251,12 +270,9 @@ class Fidelity(SwapMeasurement):
             self.calibration_texts,
             cache_dir=self.cache_dir,
         )
-        errors = []
-        for projection_seed in range(self.draws) or [seed]:
-            errors.append(bench.errors(replace(mechanism, seed=projection_seed)))
-        means = {}
-        for name in errors[0]:
-            means[name] = np.mean([seed_errors[name] for seed_errors in errors], 0)
+        seeds = range(self.draws) or [seed]
+        errors = pd.DataFrame(bench.errors(replace(mechanism, seed=draw)) for draw in seeds)
+        means = {name: np.mean([*values], 0) for name, values in errors.items()}
         attention = means.pop("attention")
         hidden = means.pop("hidden")
         documents = {"attention_error": attention.mean(1), "hidden_error": hidden[:, -1], **means}

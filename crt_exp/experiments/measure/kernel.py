@@ -11,7 +11,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from crt_exp.attention.partials import weighted_features
@@ -33,8 +33,6 @@ from crt_exp.experiments.measure import (
     check_estimates,
     seeded,
 )
-from crt_exp.experiments.measure.times import PROCESSOR, in_turns, milliseconds
-from crt_exp.experiments.models.implicit_policy import column_sums
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.experiments.tasks.uci import scaler
 from crt_exp.features import FeatureMap, Features, Statistics
@@ -43,13 +41,11 @@ from crt_exp.features.blocks import Blocks
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios
 from crt_exp.samplers.blocks import haar
-from crt_exp.samplers.threads import threads
 from crt_exp.validation import Count, NotNegative, Positive, Several
 
 AT_ONCE = 2**24  # maximum feature values in memory at once
 SIDES = 2  # clusters of queries, and of keys (task=clusters)
 TOKENS = 8  # FLOPs of 2 * TOKENS minus those of TOKENS exclude one-time work
-CALLS = 10  # calls that are timed together
 MOST = 2**20  # maximum number of projections
 Two = Annotated[int, Field(ge=2)]
 # names of torch's operations
@@ -418,17 +414,15 @@ def most_within(cost: Callable[[int], float], budget: float) -> int:
 
 @task_class
 class RankingCost(Measurement):
-    """task=ranking_cost: FLOPs and CPU time of ranking the patches of an image.
+    """task=ranking_cost: FLOPs of ranking the patches of an image.
 
-    The time is in ms on one thread, one value per round; methods take turns. Queries and keys are on the unit sphere.
-    Exact attention forms its matrix.
+    Queries and keys are on the unit sphere. Exact attention forms its matrix.
     """
 
     metric = "flops"
 
     d: Two
     lengths: Several[Count]
-    rounds: Count
     methods: Several[str] | None = None
 
     def __post_init__(self):
@@ -436,37 +430,15 @@ class RankingCost(Measurement):
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         mechanisms = self.mechanisms or {str(mechanism): mechanism}
-        layers = {}
-        for name, method in mechanisms.items():
-            layers[name] = method.layer(1, self.d, scaling=1.0).eval()
         for length in self.lengths:
-            time_layer = partial(ranking_ms, d=self.d, length=length)
-            with threads(1):
-                times = in_turns(layers, self.rounds, time_layer)
             for name, method in mechanisms.items():
-                yield {
-                    "patches": length,
-                    "method": name,
-                    "ms": times[name],
-                    "flops": ranking_flops(method, self.d, length),
-                }
+                flops = ranking_flops(method, self.d, length)
+                yield {"patches": length, "method": name, "flops": flops}
 
 
 def on_sphere(rows: int, d: int) -> Tensor:
     x = torch.randn(rows, d, generator=generator(rows, d))
     return F.normalize(x, dim=-1)
-
-
-def ranking_ms(layer: nn.Module, d: int, length: int) -> float:
-    """Return the mean time of a call, ms."""
-    q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
-    column_sums(layer, q, k)
-
-    def run() -> None:
-        for _ in range(CALLS):
-            column_sums(layer, q, k)
-
-    return milliseconds(run, clock=PROCESSOR) / CALLS
 
 
 def ranking_flops(mechanism: Mechanism, d: int, length: int) -> int:

@@ -161,18 +161,14 @@ def image_bench(model: str, folder: str, split: Split) -> BatchBench:
     def batches(indices: Sequence[int]) -> list[Tensor]:
         return [transform(images.read_image(files[i]))[None] for i in indices]
 
-    labels: list[Tensor] | None = []
-    for i in judged:
-        label = label_of(str(files[i].relative_to(place)), classes)
-        if label is None:
-            labels = None
-            break
-        labels.append(torch.tensor([label]))
-    options = {"noun": "images", "seed": split.seed, "labels": labels}
-    return BatchBench(loaded, batches(judged), batches(training), **options)
+    numbers = [label_of(files[i].relative_to(place), classes) for i in judged]
+    labels = None
+    if None not in numbers:
+        labels = [torch.tensor([number]) for number in numbers]
+    return BatchBench(loaded, batches(judged), batches(training), noun="images", labels=labels)
 
 
-def label_of(path: str, classes: tuple[str, ...]) -> int | None:
+def label_of(path: str | Path, classes: tuple[str, ...]) -> int | None:
     """Return the class of the last folder in a path that has the name of a class."""
     named = [part for part in Path(path).parts[:-1] if part in classes]
     return classes.index(named[-1]) if named else None
@@ -212,18 +208,18 @@ def audio_bench(model: str, source: str, split: Split) -> BatchBench:
     """
     utterances = read_utterances(source)
     config = config_of(model)
-    judged, training = split.indices(len(utterances), f"utterances in {source}", "pieces")
+    judged, fitted = split.indices(len(utterances), f"utterances in {source}", "pieces")
     is_run = config is not None and config.get("kind") == TRANSDUCER
     load_model = load_transducer if is_run else load_hub_speech_model
     loaded, make_batch = load_model(model)
     try:
-        batches = [make_batch(utterances[i]) for i in [*judged, *training]]
+        batches = [make_batch(utterances[i]) for i in [*judged, *fitted]]
     except DataError as error:
         raise DataError(f"task.audio={source}: {error}") from None
     if len({"labels" in batch for batch in batches}) > 1:
         raise DataError(f"task.audio={source}: only some utterances have labels known to the model")
-    options = {"noun": "utterances", "seed": split.seed}
-    return BatchBench(loaded, batches[: len(judged)], batches[len(judged) :], **options)
+    training = batches[len(judged) :]
+    return BatchBench(loaded, batches[: len(judged)], training, noun="utterances")
 
 
 def read_utterances(source: str) -> list[speech.Utterance]:

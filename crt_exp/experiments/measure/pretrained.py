@@ -162,18 +162,12 @@ class SwapText(SwapMeasurement):
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         row, exact = exact_losses(self.model, self.kind, self.length, seed)
-        losses = exact
-        if not mechanism.is_exact:
-            bench = self.bench(row)
-            with bench.approximated(mechanism):
-                losses = token_losses(bench.model, row)
-        yield {"above": float((losses - exact).mean())}
-
-    def bench(self, row: Row) -> TextBench:
         length = min(self.length, FITTED)
         training = [passage(self.model, self.fit_text, i, length) for i in range(self.fit)]
-        model = load_pretrained(self.model)[0]
-        return TextBench(model, row.ids, torch.stack(training))
+        bench = TextBench(load_pretrained(self.model)[0], row.ids, torch.stack(training))
+        with bench.approximated(mechanism):
+            losses = token_losses(bench.model, row)
+        yield {"above": float((losses - exact).mean())}
 
 
 # ---- cosine similarity to the outputs of exact attention
@@ -250,9 +244,8 @@ class SwapImages(SwapSimilarity):
         """Return normalised images (count, 3, size, size), evenly spaced in the split."""
         source = images.load(self.dataset)[split]
         last = len(source.labels) - 1
-        pixels = []
-        for i in np.linspace(0, last, count).astype(int):
-            pixels.append(images.square_image(source, i, self.size, 3))
+        places = np.linspace(0, last, count).astype(int)
+        pixels = [images.square_image(source, i, self.size, 3) for i in places]
         scaled = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255
         mean = torch.tensor(config["mean"]).view(3, 1, 1)
         deviation = torch.tensor(config["std"]).view(3, 1, 1)

@@ -165,18 +165,16 @@ class SwapCopying(SwapMeasurement):
         half = self.length // 2
         new = []
         copied = []
-        with bench.approximated(self.attention(mechanism)):
+        swapped = replace(mechanism, seed=0)
+        if self.baseline is not None:
+            swapped = dense_baseline(self.baseline)
+        with bench.approximated(swapped):
             for row in test.split(1):
                 nats = bench.nats(*next_token_labels(row))
                 new.append(float(nats[: half - 1].mean()))
                 copied.append(float(nats[half + MIN_CONTEXT :].mean()))
         means = {"new": sum(new) / ROWS, "copied": sum(copied) / ROWS}
         yield {**means, "gain": means["new"] - means["copied"]}
-
-    def attention(self, mechanism: Mechanism) -> Mechanism:
-        if self.baseline is None:
-            return replace(mechanism, seed=0)
-        return dense_baseline(self.baseline)
 
 
 # ---- dense baselines
@@ -217,7 +215,16 @@ class DenseBaseline(Baseline):
     the first `first` keys. Queries are those of the last positions. Raises ValueError for padding masks.
     """
 
-    def __init__(self, heads: int, d: int, *, rank: str, keys: Whole, first: Whole = 0, **sizes):
+    def __init__(
+        self,
+        heads: int,
+        d: int,
+        *,
+        rank: str,
+        keys: Whole,
+        first: Whole = 0,
+        **sizes,
+    ):
         super().__init__(heads, d, **sizes)
         self.rank = RANKS[rank]
         self.retrieved = keys

@@ -140,9 +140,8 @@ class Advice:
         """Write advise.csv, advise.md and advise.png to a folder."""
         folder = Path(directory).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-        table = self.table
         paragraphs = [
-            markdown(list(table.columns), table.values.tolist()).rstrip(),
+            markdown(self.table).rstrip(),
             f"{self.sentence} Measured on up to {self.samples} {self.noun} of {self.length} tokens, one seed.",
             *self.notes,
             f"```python\n{self.code}\n```\n",
@@ -288,7 +287,12 @@ def format_interval(value: float | None, half: float | None) -> str:
 
 def figure(advice: Advice):
     """Plot the loss increase of each method, and the time of a pass by length."""
-    drawing, (costs, times) = new_figure(1, 2, figsize=(11, 3.8), gridspec_kw={"wspace": 0.35})
+    drawing, (costs, times) = new_figure(
+        1,
+        2,
+        figsize=(11, 3.8),
+        gridspec_kw={"wspace": 0.35},
+    )
     plot_costs(costs, advice)
     plot_times(times, advice)
     return drawing
@@ -320,7 +324,14 @@ def plot_times(ax: Any, advice: Advice) -> None:
         color = colour(row.attention)
         width = 2.2 if row is advice.chosen or row.attention == EXACT else 1
         lengths = list(row.ms)
-        ax.plot(lengths, list(row.ms.values()), marker="o", ms=3, color=color, lw=width)
+        ax.plot(
+            lengths,
+            list(row.ms.values()),
+            marker="o",
+            ms=3,
+            color=color,
+            lw=width,
+        )
         longest = max(lengths)
         labels.append((row.attention, longest, row.ms[longest], color))
     ax.set(xscale="log", yscale="log", title="milliseconds of a pass", xlabel="tokens")

@@ -40,7 +40,6 @@ CAUSAL = " causal"  # suffix of a method's name
 CHUNKED = f"chunked{CAUSAL}"
 BASELINE = "performer-pytorch"
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix, without fused kernels
-NAMES = (CHUNKED, BASELINE, BASELINE + CAUSAL, FORMED)
 # sizes of attention alone
 HEADS = 8
 D = 64
@@ -91,14 +90,6 @@ def mechanism_of(method: str, m: int = M) -> Mechanism:
     return mechanism.with_projections(m)
 
 
-def check_methods(methods: Sequence[str], what: str) -> None:
-    """Raise ConfigError for unknown methods."""
-    for method in methods:
-        if method not in NAMES:
-            name = method.removesuffix(CAUSAL) if what == "attention" else method
-            mechanism_of(name)
-
-
 def check_model(model: str | None, what: str) -> None:
     """Raise ValueError unless a model is named for what=pretrained alone."""
     if (model is None) == (what == PRETRAINED):
@@ -113,19 +104,32 @@ Times = dict[str, float]  # milliseconds by name
 class Work(NamedTuple):
     """A method on its inputs.
 
-    forward: returns the argument of backward. model: module to switch between eval and training mode.
+    leaves: tensors whose gradients are computed. gradient: that of the output; None for a loss. model: module to switch
+    between eval and training mode.
     """
 
     forward: Callable[[], Tensor]
-    backward: Callable[[Tensor], None]
+    leaves: Sequence[Tensor]
+    gradient: Tensor | None = None
     model: nn.Module = nn.Identity()
+
+    @classmethod
+    def of_model(cls, model: nn.Module, forward: Callable[[], Tensor]) -> "Work":
+        """Return the work of a model; forward returns a loss."""
+        return cls(forward, [*model.parameters()], model=model)
+
+    def train(self) -> None:
+        """Do a forward and a backward pass, and drop the gradients."""
+        self.forward().backward(self.gradient)
+        for leaf in self.leaves:
+            leaf.grad = None
 
     def times(self) -> Times:
         """Return milliseconds of inference, and of training (forward and backward pass)."""
         self.model.eval()
         inference = milliseconds(torch.no_grad()(self.forward))
         self.model.train()
-        training = milliseconds(lambda: self.backward(self.forward()))
+        training = milliseconds(self.train)
         return {"inference": inference, "training": training}
 
 
@@ -133,14 +137,9 @@ class Work(NamedTuple):
 
 
 def attention_work(method: str, length: int, device: str = "cpu") -> Work:
-    q, k, v, gradient = inputs(length, device)
-
-    def backward(out: Tensor) -> None:
-        out.backward(gradient)
-        for t in (q, k, v):
-            t.grad = None
-
-    return Work(partial(attention_function(method, device), q, k, v), backward)
+    *leaves, gradient = inputs(length, device)
+    forward = partial(attention_function(method, device), *leaves)
+    return Work(forward, leaves, gradient)
 
 
 def attention_function(method: str, device: str = "cpu") -> Attend:
@@ -155,21 +154,14 @@ def attention_function(method: str, device: str = "cpu") -> Attend:
     if name == BASELINE:
         return performer_pytorch(D, M, causal).to(device)
     mechanism = mechanism_of(name)
-    if mechanism.estimates:
-        return feature_map_attention(mechanism, causal, device)
-    layer = mechanism.layer(HEADS, D, scaling=1.0, causal=causal)
-    return layer.to(device).eval()
-
-
-def feature_map_attention(
-    mechanism: Mechanism, causal: bool = False, device: str = "cpu"
-) -> Attend:
-    """Return attention by a feature map; clusters are fitted before, as in a layer."""
+    if not mechanism.estimates:
+        layer = mechanism.layer(HEADS, D, scaling=1.0, causal=causal)
+        return layer.to(device).eval()
     phi = mechanism.map()
     noise = mechanism.noise(D, seeded(0), (HEADS,)).to(device)
     if phi.fitted and not phi.on_vectors:
         return lambda q, k, v: fitted_attention(mechanism, noise, q, k, causal)(q, k, v)
-    queries, keys, *_ = inputs(SAMPLE, device)
+    queries, keys, *_ = inputs(SAMPLE, device)  # clusters are fitted before, as in a layer
     return fitted_attention(mechanism, noise, queries.detach()[0], keys.detach()[0], causal)
 
 
@@ -272,15 +264,7 @@ def transformer(what: str, method: str, length: int) -> Work:
     make_layer = mechanism_of(method).layer
     model = Transformer(heads, layers, ffn, dim, make_layer)
     x = torch.randn(1, length, dim, generator=seeded(0))
-    return model_work(model, lambda: model(x).square().mean())
-
-
-def model_work(model: nn.Module, forward: Callable[[], Tensor]) -> Work:
-    def backward(loss: Tensor) -> None:
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-
-    return Work(forward, backward, model)
+    return Work.of_model(model, lambda: model(x).square().mean())
 
 
 def vit(method: str, tokens: int, size: str = "tiny") -> tuple[nn.Module, Tensor]:
@@ -336,7 +320,7 @@ def pretrained_work(name: str, method: str, length: int) -> Work:
         output = model(**inputs)
         return output.loss if "labels" in inputs else output.last_hidden_state.square().mean()
 
-    return model_work(model, forward)
+    return Work.of_model(model, forward)
 
 
 @lru_cache(maxsize=8)
@@ -376,8 +360,9 @@ class Speed(Measurement):
             `model`): inference, and training (forward and backward pass). "vit_ti": a training step with AdamW's
             update. "one_head": a forward pass, with new projections in each round.
         model: A folder, or models/<name> of `python -m crt_exp data`, for what=pretrained.
-        methods: As for `Mechanism.parse`, or one of NAMES. For attention alone, methods can end in " causal". Default:
-            a list, and for "vit_ti" and "one_head" the attention of the run. The seed rotates their order.
+        methods: As for `Mechanism.parse`, or CHUNKED, BASELINE and FORMED. For attention alone, methods can end in
+            " causal". Default: a list, and for "vit_ti" and "one_head" the attention of the run. The seed rotates their
+            order.
         device: "cuda" times attention alone on a GPU, in bfloat16.
     """
 
@@ -390,7 +375,6 @@ class Speed(Measurement):
 
     def __post_init__(self):
         check_model(self.model, self.what)
-        check_methods(self.methods or (), self.what)
         possible = self.what == "attention" and torch.cuda.is_available()
         if self.device == "cuda" and not possible:
             raise ValueError("task.device=cuda: expected task.what=attention, and a GPU")
@@ -428,7 +412,7 @@ class Speed(Measurement):
         if self.what in MODELS:
             return transformer(self.what, method, length).times
         model, image = vit(method, length, VITS[self.what])
-        return model_work(model, lambda: model(image).square().mean()).times
+        return Work.of_model(model, lambda: model(image).square().mean()).times
 
     def summary(self, records: list[dict]) -> str:
         """Return a table of median milliseconds: one row per length."""
@@ -461,8 +445,6 @@ class Memory(Measurement):
 
     def __post_init__(self):
         check_model(self.model, self.what)
-        if self.method is not None:
-            check_methods([self.method], self.what)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         method = self.method or str(mechanism)

@@ -4,7 +4,7 @@ On synthetic pairs (CRT 5.1, Figure 2), by |x + y|^2 (CRT Figure 1), and relativ
 (Performers Figure 2). Parameters are fitted to all pairs together (CRT 3.2.3), or to each pair, an oracle.
 
 Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d-1); `heterogen` x ~ N(0, sigma^2 I), y
-~ N(sigma 1, sigma^2 I); `mnist` 8 x 8 images with pixels in [0, sigma]; `digits` those of scikit-learn.
+~ N(sigma 1, sigma^2 I); `mnist` 8 x 8 images with pixels in [0, sigma].
 """
 
 import gzip
@@ -52,18 +52,6 @@ def heterogen(n: int, g: torch.Generator) -> TensorPair:
     return x, y + 1
 
 
-def sample_images(images: Tensor, n: int, g: torch.Generator) -> TensorPair:
-    i, j = torch.randint(len(images), (2, n), generator=g)
-    return images[i], images[j]
-
-
-def digits(n: int, g: torch.Generator) -> TensorPair:
-    from sklearn.datasets import load_digits
-
-    images = torch.from_numpy(load_digits().data) / 16
-    return sample_images(images, n, g)
-
-
 def mnist_images() -> np.ndarray:
     """Read the test images of $CRT_DATA/mnist, (n, 28, 28) uint8. Raises DataError."""
     path = data_file("mnist", "t10k-images-idx3-ubyte.gz")
@@ -80,7 +68,9 @@ def mnist(n: int, g: torch.Generator) -> TensorPair:
     """Sample pairs of MNIST images, resized to 8 x 8 (bilinear, antialiased)."""
     images = torch.from_numpy(mnist_images().astype(np.float64)) / 255
     small = F.interpolate(images.unsqueeze(1), size=(8, 8), mode="bilinear", antialias=True)
-    return sample_images(small.flatten(1), n, g)
+    vectors = small.flatten(1)
+    i, j = torch.randint(len(vectors), (2, n), generator=g)
+    return vectors[i], vectors[j]
 
 
 REGIMES: dict[str, Callable[[int, torch.Generator], TensorPair]] = {
@@ -88,7 +78,6 @@ REGIMES: dict[str, Callable[[int, torch.Generator], TensorPair]] = {
     "sphere": sphere,
     "heterogen": heterogen,
     "mnist": mnist,
-    "digits": digits,
 }
 
 

@@ -162,29 +162,19 @@ class Dictation(SwapMeasurement):
             )
         return group
 
-    def bench(self) -> Bench:
-        """Return a bench of the encoder."""
-        exact = load(self.model)
-        training = []
-        for utterance in utterances(self.subset)[-self.fit :]:
-            training.append(exact.calibration_batch(utterance))
-        return Bench(exact.model.get_encoder(), training=training)
-
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         recogniser = load(self.model)
         group = self.group(seed)
-        transcripts = []
-        for utterance in group:  # before the swap
-            transcripts.append(exact_transcript(self.model, self.subset, utterance.name))
-        scores = []
-        with self.bench().approximated(mechanism):
-            for utterance, (tokens, _) in zip(group, transcripts):
-                scores.append(recogniser.score(utterance, tokens))
-        _, exact = zip(*transcripts)
-        swapped, agrees = zip(*scores)
-        above = torch.cat(swapped).mean().item() - torch.cat(exact).mean().item()
-        yield {"above": above, "agrees": torch.cat(agrees).mean().item()}
+        transcripts = [exact_transcript(self.model, self.subset, said.name) for said in group]
+        tokens, exact = zip(*transcripts)
+        training = utterances(self.subset)[-self.fit :]
+        batches = [recogniser.calibration_batch(utterance) for utterance in training]
+        with Bench(recogniser.model.get_encoder(), training=batches).approximated(mechanism):
+            swapped, agrees = zip(*map(recogniser.score, group, tokens))
+        loss = torch.cat(swapped).mean().item()
+        exact_loss = torch.cat(exact).mean().item()
+        yield {"above": loss - exact_loss, "agrees": torch.cat(agrees).mean().item()}
 
 
 # ---- fine-tuned

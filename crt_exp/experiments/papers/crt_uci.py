@@ -5,11 +5,21 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from crt_exp.experiments.intervals import mean_ci
-from crt_exp.experiments.report import Claim, Page, Rows, Tables
-from crt_exp.experiments.report.plots import dot_plot, panels
-from crt_exp.experiments.report.sweeps import PlannedRun, quoted_override, sweep
-from crt_exp.experiments.report.tables import filters_over, label, mean_table
+from crt_exp.experiments.report import (
+    Claim,
+    Page,
+    PlannedRun,
+    Rows,
+    Tables,
+    dot_plot,
+    filters_over,
+    label,
+    mean_ci,
+    mean_table,
+    panels,
+    quoted_override,
+    sweep,
+)
 
 PAPER = {  # map -> the paper's accuracy on each set, and the average
     "trig": "12.0 66.2 66.3 29.7 46.6 31.3 15.2 16.5 35.5",

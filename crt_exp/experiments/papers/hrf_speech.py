@@ -90,26 +90,19 @@ def claims(rows: Rows) -> list[Claim]:
     starts = {"without training": UNTRAINED, "trained from scratch": SCRATCH}
     claims = []
     for first, others, paper in COMPARISONS:
-        names = ", ".join(NAMES[other] for other in others)
+        labels = {other: NAMES[other] for other in others}
         for words, setting in starts.items():
-            text = f"{words}, {NAMES[first]} has a lower loss than {names}"
-            gains = gains_by_case(rows, first, others, setting)
-            fails = control_checks(rows, dict.fromkeys(gains, {"setting": setting}), unit=UNIT)
+            where = {"setting": setting}
+            gains = rows.paired_by_case(first, labels, "loss", {"": where}, -1)
+            fails = control_checks(rows, dict.fromkeys(gains, where), unit=UNIT)
             options = {}
             if setting == SCRATCH:
                 options = {"paper": paper, "needs": NEEDS}
                 if not any(len(gain) for gain in gains.values()):
                     options["not_measured"] = "no model was trained from scratch"
+            text = f"{words}, {NAMES[first]} has a lower loss than {', '.join(labels.values())}"
             claims.append(Claim(text, gains, unit=UNIT, fails=fails, **options))
     return claims
-
-
-def gains_by_case(rows: Rows, first: str, others: list[str], setting: str) -> dict[str, pd.Series]:
-    """By the other method, its loss minus that of the first."""
-    gains = {}
-    for other in others:
-        gains[NAMES[other]] = rows.paired(other, first, "loss", setting=setting)
-    return gains
 
 
 def tables(rows: Rows) -> Tables:

@@ -86,40 +86,66 @@ def claims(rows: Rows) -> list[Claim]:
     unseen = cases(named, "_ood")
     chains = named.cases("loss", "dataset", sweep="proteins-long", split="test")
     small = {"needs": NEEDS, "reason": SMALLER}
-    drop = "Reformer and Linformer significantly drop in accuracy"
-    papers = paper_pairs(tested, "accuracy", "ReLU", "exact")
-    text = "ReLU is more accurate than exact attention"
-    fails = failed_checks(named, "relu", tested)
-    gains = points(named, "relu", "exact", tested)
-    claims = [Claim(text, gains, papers, **small, unit="points", fails=fails)]
-    text = "FAVOR+ keeps 90% of the loss reduction of exact attention over uniform attention"
-    paper, unit = "the same accuracy", "of the reduction"
-    fails = failed_checks(named, "favorp", tested)
-    kept = {case: kept_reduction(named, where) for case, where in tested.items()}
-    claims.append(Claim(text, kept, paper, **small, above=0.9, unit=unit, fails=fails))
+    claims = [
+        Claim(
+            "ReLU is more accurate than exact attention",
+            points(named, "relu", "exact", tested),
+            paper_pairs(tested, "accuracy", "ReLU", "exact"),
+            unit="points",
+            fails=failed_checks(named, "relu", tested),
+            **small,
+        ),
+        Claim(
+            "FAVOR+ keeps 90% of the loss reduction of exact attention over uniform attention",
+            {case: kept_reduction(named, where) for case, where in tested.items()},
+            "the same accuracy",
+            above=0.9,
+            unit="of the reduction",
+            fails=failed_checks(named, "favorp", tested),
+            **small,
+        ),
+    ]
     for other in ("reformer", "linformer"):
-        text = f"exact attention is more accurate than {label(other)}"
-        fails = failed_checks(named, other, tested)
-        gains = points(named, "exact", other, tested)
-        claims.append(Claim(text, gains, drop, **small, unit="points", fails=fails))
-    fails = control_checks(named, unseen, "loss_ood", least=0.3)
+        claims.append(
+            Claim(
+                f"exact attention is more accurate than {label(other)}",
+                points(named, "exact", other, tested),
+                "Reformer and Linformer significantly drop in accuracy",
+                unit="points",
+                fails=failed_checks(named, other, tested),
+                **small,
+            )
+        )
     for other in ("relu", "favorp"):
-        text = f"on held-out sequences exact attention is more accurate than {label(other)}"
         papers = paper_pairs(unseen, "accuracy_ood", "exact", label(other))
         judged = {case: unseen[case] for case in papers}
-        gains = points(named, "exact", other, judged, "accuracy_ood")
-        claims.append(Claim(text, gains, papers, NEEDS, unit="points", fails=fails))
-    text = "FAVOR++ is more accurate than exact attention"
-    paper = "the small Transformer stops at 19%, the larger Performer reaches 24%"
-    needs = "experiment=performers_trembl_concat, 21 GPU hours"
-    fails = control_checks(named, chains, least=0.3)
-    gains = points(named, "favorpp", "exact", chains)
-    claims.append(Claim(text, gains, paper, needs, unit="points", fails=fails))
-    text = "a regular Transformer runs out of memory at 8192 letters"
-    paper = "even at a batch of 1 a chip"
-    reason = "neither the paper's model nor its chips of 16 GB were available"
-    claims.append(Claim(text, paper=paper, not_measured=reason, needs="a GPU of 16 GB"))
-    return claims
+        claims.append(
+            Claim(
+                f"on held-out sequences exact attention is more accurate than {label(other)}",
+                points(named, "exact", other, judged, "accuracy_ood"),
+                papers,
+                NEEDS,
+                unit="points",
+                fails=control_checks(named, unseen, "loss_ood", least=0.3),
+            )
+        )
+    return [
+        *claims,
+        Claim(
+            "FAVOR++ is more accurate than exact attention",
+            points(named, "favorpp", "exact", chains),
+            "the small Transformer stops at 19%, the larger Performer reaches 24%",
+            "experiment=performers_trembl_concat, 21 GPU hours",
+            unit="points",
+            fails=control_checks(named, chains, least=0.3),
+        ),
+        Claim(
+            "a regular Transformer runs out of memory at 8192 letters",
+            paper="even at a batch of 1 a chip",
+            not_measured="neither the paper's model nor its chips of 16 GB were available",
+            needs="a GPU of 16 GB",
+        ),
+    ]
 
 
 def kept_reduction(rows: Rows, where: Mapping) -> pd.Series:

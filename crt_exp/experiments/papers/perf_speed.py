@@ -11,8 +11,9 @@ from crt_exp.experiments.report import (
     PlannedRun,
     Rows,
     Tables,
-    label,
+    filters_over,
     line_plot,
+    mean_table,
     panels,
     quoted_override,
     ratio_interval,
@@ -113,48 +114,71 @@ def exponent(rows: Rows, metric: str, method: str, what: str, short: int, long: 
 
 
 def claims(rows: Rows) -> list[Claim]:
-    claims = []
-    text = "a training step with FAVOR+ takes at most 1.25 times that with identity"
-    transformers = "large Transformer, L = 2048", "small Transformer, L = 4096"
-    times = ratios(rows, "favorp", "identity", *transformers)
-    paper = "close to X (OPT), the line of attention that returns V"
-    claims.append(Claim(text, times, paper, below=1.25, reason=SMALL_LAYERS, **TIMES))
-    text = "FAVOR++ takes at most 1.05 times the time of FAVOR+"
-    times = ratios(rows, "favorpp", "favorp", "ViT, L = 3136")
-    claims.append(Claim(text, times, "steps per second alike", below=1.05, **TIMES))
-    text = "FAVOR++ takes less time than exact attention"
-    times = ratios(rows, "favorpp", "exact", "ViT, L = 784")
-    paper = "exact softmax is slower from some hundred tokens on"
-    claims.append(Claim(text, times, paper, below=1, **TIMES))
-    text = "a training step with FAVOR++ takes less than 1.1 times that of FAVOR+"
-    times = ratios(rows, "favorpp", "favorp", "ViT, 16384 tokens")
-    claims.append(Claim(text, times, "very similar computation time", below=1.1, **TIMES))
-    text = "the time of a training step with FAVOR+ grows as L^1.1 at most"
     growth = {case: exponent(rows, "training", "favorp", *where) for case, where in GROWTH.items()}
-    paper = "nearly linear time, to L = 2^15 (Figure 3)"
-    needs = "the large Transformer at L = 2^15: 16 GB of GPU memory"
-    claims.append(Claim(text, growth, paper, needs, below=1.1, unit="(exponent)"))
     memory = [exponent(rows, "mib", name, "vit_ti", 784, 3136).mean() for name in MEMORY]
     measured = (
         "memory grows as L^{:.2f} (exact, fused), L^{:.2f} (matrix formed), L^{:.2f} (FAVOR++)"
     )
-    text = "training a ViT above 1000 tokens fails for lack of memory"
-    needs = "a TPU, and exact attention that forms its matrix"
-    measured = measured.format(*memory)
-    claims.append(Claim(text, {}, "out of memory", needs, not_judged=measured))
-    return claims
+    transformers = "large Transformer, L = 2048", "small Transformer, L = 4096"
+    return [
+        Claim(
+            "a training step with FAVOR+ takes at most 1.25 times that with identity",
+            ratios(rows, "favorp", "identity", *transformers),
+            "close to X (OPT), the line of attention that returns V",
+            below=1.25,
+            reason=SMALL_LAYERS,
+            **TIMES,
+        ),
+        Claim(
+            "FAVOR++ takes at most 1.05 times the time of FAVOR+",
+            ratios(rows, "favorpp", "favorp", "ViT, L = 3136"),
+            "steps per second alike",
+            below=1.05,
+            **TIMES,
+        ),
+        Claim(
+            "FAVOR++ takes less time than exact attention",
+            ratios(rows, "favorpp", "exact", "ViT, L = 784"),
+            "exact softmax is slower from some hundred tokens on",
+            below=1,
+            **TIMES,
+        ),
+        Claim(
+            "a training step with FAVOR++ takes less than 1.1 times that of FAVOR+",
+            ratios(rows, "favorpp", "favorp", "ViT, 16384 tokens"),
+            "very similar computation time",
+            below=1.1,
+            **TIMES,
+        ),
+        Claim(
+            "the time of a training step with FAVOR+ grows as L^1.1 at most",
+            growth,
+            "nearly linear time, to L = 2^15 (Figure 3)",
+            "the large Transformer at L = 2^15: 16 GB of GPU memory",
+            below=1.1,
+            unit="(exponent)",
+        ),
+        Claim(
+            "training a ViT above 1000 tokens fails for lack of memory",
+            paper="out of memory",
+            needs="a TPU, and exact attention that forms its matrix",
+            not_judged=measured.format(*memory),
+        ),
+    ]
 
 
 def tables(rows: Rows) -> Tables:
-    speedups = {}
-    for length in (256, 1024, 4096, 16384):
-        column = speedups.setdefault(f"L = {length}", {})
-        for method in [*BOTH, *CAUSAL]:
-            exact = "exact causal" if method.endswith("causal") else "exact"
-            ratio = rows.ratio(exact, method, "training", what="attention", length=length)
-            column[label(method)] = f"{np.exp(ratio.mean()):.2g}" if len(ratio) else ""
+    lengths = (256, 1024, 4096, 16384)
+    columns = filters_over("length", lengths, "L = {}", metric="training", what="attention")
+    speedups = []
+    for exact, methods in {"exact": BOTH, "exact causal": CAUSAL}.items():
+        speedups.append(mean_table(rows, columns, methods, format=two_digits, over=exact))
     title = "Attention alone: speed-up over exact attention in a training step (higher is faster)"
-    return {title: pd.DataFrame(speedups).rename_axis("method")}
+    return {title: pd.concat(speedups)}
+
+
+def two_digits(logs: pd.Series) -> str:
+    return f"{np.exp(logs.mean()):.2g}"
 
 
 def figure(rows: Rows):

@@ -1,36 +1,146 @@
 """Write results.md, which recommends an attention, and index.md from the rows of all pages."""
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
-from crt_exp.experiments.drawing import save_figure
+from crt_exp.experiments.drawing import colour, label_ends, markdown, new_figure, save_figure
+from crt_exp.experiments.intervals import Mean
 from crt_exp.experiments.papers import whole_models
-from crt_exp.experiments.report import Rows, mean_ci
+from crt_exp.experiments.report import Rows, mean_ci, pages
+from crt_exp.experiments.report.claims import (
+    CONFLICT,
+    NOT_JUDGED,
+    NOT_MEASURED,
+    UNDECIDED,
+    WORDS,
+    CaseResult,
+)
 from crt_exp.experiments.report.rendering import claims_frame, details
 from crt_exp.experiments.report.rows import read_rows
-from crt_exp.experiments.report.settings import (
-    FAMILIES,
-    REFERENCE,
-    Costs,
-    Setting,
-    loss_against_time,
-    median_cell,
-    percentage,
-    setting_table,
-    shared_medians,
-)
 from crt_exp.experiments.report.tables import to_markdown
-from crt_exp.experiments.report.verdicts import (
-    RULES,
-    Verdicts,
-    index_text,
-    undecided_claims,
-    verdict_counts,
-)
 from crt_exp.experiments.runner.run import write_atomic
+
+FAMILIES = {
+    "near-far": "nearfar",
+    "mixture": "favormix",
+    "FAVOR#": "favorsharp",
+    "FAVOR++": "favorpp",
+    "FAVOR+": "favorp",
+    "Hedgehog": "hedgehog",
+    "ReLU": "relu",
+    "window": "window",
+}
+REFERENCE = "FAVOR++"  # measured in every setting, so that each method is compared with it on shared settings
+HIGHER = ("accuracy", "spearman", "cosine")  # metrics of which more is better
+
+
+class Setting(NamedTuple):
+    """The rows of a page that compare attention methods in one model.
+
+    metric: "above" is a loss increase over exact attention; of other metrics, exact attention is subtracted. m: number
+    of projections, where a family has several.
+    """
+
+    name: str
+    page: str
+    metric: str
+    where: Mapping[str, Any]
+    m: int = 256
+
+    def increase(self, rows: Rows, method: str) -> pd.Series:
+        """By how much a method is worse than exact attention, sample by sample."""
+        if self.metric == "above":
+            return rows.values(self.metric, method, **self.where)
+        increase = rows.paired(method, "exact", self.metric, **self.where)
+        return -increase if self.metric in HIGHER else increase
+
+    def method(self, rows: Rows, name: str) -> str:
+        """The method with this name, such as "favorpp m=256"; of several, that with m and the fewest options."""
+        methods = rows.methods(self.metric, **self.where)
+        methods = [method for method in methods if method.split()[0] == name]
+        if len(methods) > 1:
+            methods = [method for method in methods if f"m={self.m}" in method.split()]
+        return min(methods, key=len, default="")
+
+    def mean(self, pages: Mapping[str, Rows], family: str) -> Mean:
+        """Return the mean loss increase of a family."""
+        rows = pages[self.page]
+        return mean_ci(self.increase(rows, self.method(rows, FAMILIES[family])))
+
+    def costs(self, pages: Mapping[str, Rows]) -> pd.Series:
+        """Return the loss increase of each family, relative to that of uniform attention."""
+        rows = pages[self.page]
+        means = {}
+        for family, name in FAMILIES.items():
+            means[family] = self.increase(rows, self.method(rows, name)).mean()
+        title = f"[{self.name}]({self.page}.md)"
+        return pd.Series(means, name=title) / self.increase(rows, "uniform").mean()
+
+
+def costs_of(settings: Sequence[Setting], pages: Mapping[str, Rows]) -> pd.DataFrame:
+    """Return the loss increases of all families (columns) in all settings (rows)."""
+    return pd.DataFrame([setting.costs(pages) for setting in settings])
+
+
+def shared_medians(
+    costs: pd.DataFrame, family: str, other: str = REFERENCE
+) -> tuple[str, str, int]:
+    """Medians of two families over the settings that both have, and the number of these settings."""
+    shared = costs.dropna(subset=[family, other])
+    medians = shared.median()
+    return percentage(medians[family]), percentage(medians[other]), len(shared)
+
+
+def median_cell(costs: pd.DataFrame, family: str) -> str:
+    """Format the median of a family against that of FAVOR++, with the number of settings."""
+    first, second, n = shared_medians(costs, family)
+    if not n:
+        return ""
+    return f"{first} ({n})" if family == REFERENCE else f"{first} against {second} ({n})"
+
+
+def percentage(share: float) -> str:
+    return "" if np.isnan(share) else f"{share:.0%}".replace("-0%", "0%")
+
+
+def setting_table(costs: pd.DataFrame) -> pd.DataFrame:
+    """One row a setting: the loss increase of each family in percent of that of uniform attention."""
+    return costs.dropna(axis=1, how="all").map(percentage).rename_axis("setting")
+
+
+def loss_against_time(shares: pd.Series, times: Mapping[str, Mapping[str, float]]):
+    """Plot the loss increase of each family against its time, one marker for each of two builds of the code."""
+    builds = next(iter(times.values()))
+    fig, ax = new_figure(1, 1, figsize=(4.2, 3.2), layout="constrained")
+    ends = []
+    for family, built in {"exact": dict.fromkeys(builds, 1.0), **times}.items():
+        share = 0.0 if family == "exact" else shares[family]
+        if np.isnan(share):
+            continue
+        shade = colour(FAMILIES.get(family, family).lower())
+        y = 100 * share
+        for x, filling in zip(built.values(), (shade, "none")):
+            ax.scatter([x], [y], edgecolors=shade, facecolors=filling, s=40, zorder=3)
+        ends.append((family, max(built.values()), y, shade))
+    for build, filling in zip(builds, ("grey", "none")):
+        ax.scatter([], [], edgecolors="grey", facecolors=filling, s=40, label=build)
+    ax.legend(fontsize=8, frameon=False, loc="upper left")
+    ax.set(ylim=(-8, 118), title="SmolLM2, repeated passage of 4096 tokens")
+    ax.set_xlim(left=0)
+    ax.set_xlabel("time of its forward pass relative to exact attention")
+    ax.set_ylabel("loss increase, % of that of uniform attention")
+    label_ends(ax, ends)
+    return fig
+
+
+# ---- the settings
 
 LENGTHS = (1024, 4096, 16384)
 GLUE = {"sweep": "table2", "split": "parts"}
@@ -98,6 +208,16 @@ TUNED = [
     Setting("proteins", "perf_redraw", "loss", PROTEINS),
 ]
 
+Verdicts = Mapping[str, Sequence[CaseResult]]  # page -> cases of its claims
+RULES = """How claims are judged:
+
+- Only fresh samples decide. If samples are added after a look at the first ones, the added samples decide alone.
+- A case with a failed sanity check is inconclusive. Attention has to matter (the cost of uniform attention), and the
+  method under test has to be trained (its gain over uniform attention).
+- A verdict needs p < 0.05 after Holm's correction over the page. Without it the case is inconclusive.
+- A comparison in a setting that the paper does not have is our own and is not counted.
+- Intervals cover the samples that a page names. Where all samples use one checkpoint, other models are not covered."""
+
 
 def write(folder: Path, verdicts: Verdicts) -> None:
     """results.md, its picture, index.md and claims.csv."""
@@ -134,7 +254,7 @@ def model_times(rows: Rows) -> dict[str, dict[str, float]]:
 
 
 def method_table(
-    rows: Mapping[str, Rows], swapped: list[Costs], tuned: list[Costs]
+    rows: Mapping[str, Rows], swapped: pd.DataFrame, tuned: pd.DataFrame
 ) -> pd.DataFrame:
     """One row a family: its loss against that of FAVOR++, and times of both directions by length."""
     table = {}
@@ -147,8 +267,8 @@ def method_table(
 
 
 def results_text(rows: Mapping[str, Rows], verdicts: Verdicts) -> str:
-    swapped = [setting.costs(rows) for setting in SWAPPED]
-    tuned = [setting.costs(rows) for setting in TUNED]
+    swapped = costs_of(SWAPPED, rows)
+    tuned = costs_of(TUNED, rows)
     repeated = {family: REPEATED.mean(rows, family) for family in FAMILIES}
     mixture = MIXTURE.mean(rows, "mixture")
     equal = {"sweep": "mixture-state", "columns": 256, "model": SMOLLM2}
@@ -187,12 +307,57 @@ def results_text(rows: Mapping[str, Rows], verdicts: Verdicts) -> str:
         "rows have other settings, so compare a method with FAVOR++ and not with another row. Time: a "
         "training step of one layer relative to exact attention, bidirectional / causal; below 1: faster than exact "
         "attention. Times: [perf_speed](perf_speed.md).",
-        details("Loss without training, by setting", to_markdown(setting_table(SWAPPED, rows))),
-        details("Loss after fine-tuning, by setting", to_markdown(setting_table(TUNED, rows))),
+        details("Loss without training, by setting", to_markdown(setting_table(swapped))),
+        details("Loss after fine-tuning, by setting", to_markdown(setting_table(tuned))),
         "## Claims of the papers\n\nAll cases: [claims.csv](claims.csv). Claims of our own are not counted.",
         to_markdown(verdict_counts(verdicts)).rstrip(),
         RULES,
         "## Undecided claims and what they need",
-        to_markdown(undecided_claims(verdicts)).rstrip(),
+        markdown(undecided_claims(verdicts)).rstrip(),
     ]
     return "\n\n".join(paragraphs) + "\n"
+
+
+# ---- verdicts of all pages
+
+
+def index_text(rows: Mapping[str, Rows], verdicts: Verdicts) -> str:
+    """Return index.md: each page with its counts of verdicts and its finding."""
+    table = verdict_counts(verdicts)
+    table["finding"] = [pages.load(name).finding_text(rows[name]) for name in verdicts]
+    return (
+        "# Pages of results\n\n[Which attention to take](results.md), and one page for each experiment.\n\n"
+        + to_markdown(table).rstrip()
+        + "\n"
+    )
+
+
+def verdict_counts(verdicts: Verdicts) -> pd.DataFrame:
+    """One row a page: how many cases of the paper's claims have each verdict."""
+    counts = {}
+    for name, results in verdicts.items():
+        title = f"[{pages.load(name).title}]({name}.md)"
+        counts[title] = Counter(result.base_verdict for result in results if result.paper)
+    table = pd.DataFrame(counts, index=[*WORDS]).T.astype(object).rename_axis("page")
+    if table[CONFLICT].isna().all():
+        table = table.drop(columns=CONFLICT)
+    return table.map(lambda count: "" if pd.isna(count) else f"{count:.0f}")
+
+
+def undecided_claims(verdicts: Verdicts) -> pd.DataFrame:
+    """One row a claim that is not decided, with its cases and what it would take."""
+    table = []
+    for name, results in verdicts.items():
+        for claim, group in groupby(results, lambda result: result.claim.text):
+            undecided = []
+            for result in group:
+                if result.paper and result.base_verdict in (UNDECIDED, NOT_JUDGED, NOT_MEASURED):
+                    undecided.append(result)
+            if not undecided:
+                continue
+            cases = "; ".join(result.case for result in undecided)
+            if len(undecided) > 3:
+                cases = f"{len(undecided)} cases"
+            needs = undecided[-1].claim.needs
+            table.append([f"[{name}]({name}.md)", claim, cases, needs])
+    return pd.DataFrame(table, columns=["page", "claim", "cases", "needs"])

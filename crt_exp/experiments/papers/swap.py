@@ -117,18 +117,16 @@ def claims(rows: Rows) -> list[Claim]:
         text = f"without training, FAVOR++ is closer to exact attention than FAVOR+, m = {m}"
         claims.append(Claim(text, gains, unit="nats", fails=fails, reason=reason))
     where = {"sweep": "fidelity/fine-tuned", "step": 430}
-    claims.append(
-        Claim(
-            "fine-tuned for 430 steps after the swap, FAVOR++ has a lower loss than FAVOR+, m = 256",
-            {"causal": rows.paired("favorp m=256", "favorpp m=256", "loss", **where)},
-            paper="FAVOR++ improves on FAVOR+, especially when uptrained (ViT)",
-            unit="nats",
-            fails=fails,
-            needs="a model whose FAVOR+ and FAVOR++ differ after fine-tuning: 0.001 nats is below 1% of the cost "
-            "of uniform attention",
-        )
+    tuned = Claim(
+        "fine-tuned for 430 steps after the swap, FAVOR++ has a lower loss than FAVOR+, m = 256",
+        {"causal": rows.paired("favorp m=256", "favorpp m=256", "loss", **where)},
+        "FAVOR++ improves on FAVOR+, especially when uptrained (ViT)",
+        "a model whose FAVOR+ and FAVOR++ differ after fine-tuning: 0.001 nats is below 1% of the cost "
+        "of uniform attention",
+        unit="nats",
+        fails=fails,
     )
-    return claims
+    return [*claims, tuned]
 
 
 def common_names(rows: Rows) -> Rows:

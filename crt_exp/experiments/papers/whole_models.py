@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
+from crt_exp.experiments.drawing import colour
 from crt_exp.experiments.report import (
     Page,
     PlannedRun,
@@ -18,7 +19,6 @@ from crt_exp.experiments.report import (
     ratio_interval,
     sweep,
 )
-from crt_exp.experiments.report.plots import colour
 
 METHODS = ["exact", "nearfar", "favorpp", "favormix", "window"]
 WITHOUT_MIXTURE = ["exact", "nearfar", "favorpp", "window"]
@@ -96,13 +96,11 @@ def finding(rows: Rows) -> str:
 
 
 def speedup_table(rows: Rows, metric: str) -> pd.DataFrame:
-    table = {}
+    columns = {}
     for (case, where), build in product(CASES.items(), BUILDS):
-        texts = table.setdefault(f"{case}, {build}", {})
-        for method in OTHERS:
-            speedups = rows.ratio("exact", method, metric, **where, build=build)
-            texts[label(method)] = ratio_interval(speedups, ".2f")
-    return pd.DataFrame.from_dict(table, orient="index").rename_axis("model, tokens, build")
+        columns[f"{case}, {build}"] = {"metric": metric, **where, "build": build}
+    table = mean_table(rows, columns, OTHERS, spec=".2f", over="exact")
+    return table.T.rename_axis("model, tokens, build")
 
 
 def seconds_table(rows: Rows) -> pd.DataFrame:

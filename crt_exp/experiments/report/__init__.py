@@ -2,7 +2,6 @@
 
 from crt_exp.experiments.intervals import (
     geometric_interval,
-    geometric_mean_ci,
     mean_ci,
     ratio_interval,
 )
@@ -32,7 +31,6 @@ __all__ = [
     "dot_plot",
     "filters_over",
     "geometric_interval",
-    "geometric_mean_ci",
     "label",
     "line_plot",
     "mean_ci",

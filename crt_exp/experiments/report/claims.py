@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -82,34 +83,23 @@ class Claim:
     def between(self) -> bool:
         return self.above is not None and self.below is not None
 
-    def sign(self, case: str) -> int:
-        """1 if the value is claimed to be above its threshold, -1 if it is claimed to be below.
-
-        Of the two thresholds of an equivalence, the one that is nearer to the mean decides.
-        """
-        if self.between:
-            middle = (self._in_samples(self.above) + self._in_samples(self.below)) / 2
-            return 1 if np.mean(self.cases[case]) < middle else -1
-        return 1 if self.below is None else -1
-
-    def threshold(self, case: str) -> float:
-        bound = self.above if self.sign(case) > 0 else self.below
-        if isinstance(bound, Mapping):
-            bound = bound.get(case)
-        return float(bound or 0.0)
-
-    def limit(self, case: str) -> float:
-        """The threshold in the unit of the samples, which are logarithms for claims with `log`."""
-        return self._in_samples(self.threshold(case))
-
-    def _in_samples(self, threshold: float) -> float:
+    def limit(self, bound: float | Mapping[str, float] | None, case: str) -> float:
+        """A threshold in the unit of the samples, which are logarithms for claims with `log`."""
+        threshold = of_case(bound, case) or 0.0
         return math.log(threshold) if self.log and threshold else threshold
 
     def test_case(self, case: str) -> "CaseResult":
-        """Test one case, before the correction for multiple tests."""
-        limit = self.limit(case)
-        sign = self.sign(case)
+        """Test one case, before the correction for multiple tests.
+
+        Of the two thresholds of an equivalence, the one that is nearer to the mean decides.
+        """
         samples = np.asarray(self.cases[case], float)
+        sign = 1 if self.below is None else -1
+        if self.between:
+            middle = (self.limit(self.above, case) + self.limit(self.below, case)) / 2
+            sign = 1 if samples.mean() < middle else -1
+        bound = self.above if sign > 0 else self.below
+        limit = self.limit(bound, case)
         gains = sign * (samples - limit)
         wins = int((gains > 0).sum())
         losses = int((gains < 0).sum())
@@ -123,20 +113,30 @@ class Claim:
         agrees = sign * (estimate.mean - limit) >= 0
         if self.sign_test:
             agrees = wins > losses
-        return CaseResult(self, case, estimate, agrees, wins)
+        threshold = float(of_case(bound, case) or 0.0)
+        return CaseResult(self, case, estimate, sign, threshold, limit, agrees, wins)
+
+
+def of_case(value: Any, case: str) -> Any:
+    """The value of a case; a value that is no mapping belongs to all cases."""
+    return value.get(case) if isinstance(value, Mapping) else value
 
 
 @dataclass(frozen=True)
 class CaseResult:
     """One case of a claim: its mean and, after `judge`, p-value and verdict.
 
-    agrees: whether the mean (or most samples, for a sign test) is on the claim's side of the threshold. wins: number of
-    samples on that side.
+    sign: 1 if the value is claimed to be above its threshold, -1 if it is claimed to be below. limit: threshold in the
+    unit of the samples. agrees: whether the mean (or most samples, for a sign test) is on the claim's side of the
+    threshold. wins: number of samples on that side.
     """
 
     claim: Claim
     case: str
     estimate: Mean
+    sign: int = 1
+    threshold: float = 0.0
+    limit: float = 0.0
     agrees: bool = True
     wins: int = 0
     p: float = math.nan
@@ -163,7 +163,7 @@ class CaseResult:
     def to_text(self) -> str:
         """Format the value with its interval and unit."""
         claim = self.claim
-        ratio = claim.threshold(self.case) or claim.log or claim.power
+        ratio = self.threshold or claim.log or claim.power
         text = f"{self.number:.3g}" if ratio else f"{self.number:+.3g}"
         low, high = self.ends
         several = self.estimate.n > 1
@@ -185,7 +185,7 @@ class CaseResult:
         """For an undecided ratio, how far from 1 it is at most by its interval, if that is at most 25%."""
         if self.base_verdict != UNDECIDED or self.check or not self.claim.log:
             return ""
-        if self.claim.limit(self.case) != 0 or not self.estimate.half > 0:
+        if self.limit != 0 or not self.estimate.half > 0:
             return ""
         low, high = self.ends
         most = max(high, 1 / low) - 1
@@ -193,12 +193,11 @@ class CaseResult:
 
     @property
     def side(self) -> str:
-        return "above" if self.claim.sign(self.case) > 0 else "below"
+        return "above" if self.sign > 0 else "below"
 
     @property
     def paper(self) -> str:
-        paper = self.claim.paper
-        return paper.get(self.case, "") if isinstance(paper, Mapping) else paper
+        return of_case(self.claim.paper, self.case) or ""
 
     @property
     def check(self) -> str:
@@ -215,27 +214,27 @@ def judge(claims: Sequence[Claim], reduced: bool = False, stand_in: str = "") ->
     results = []
     for claim in claims:
         if claim.untested:
-            result = CaseResult(claim, "", Mean(math.nan, math.nan, 1.0, 0))
-            if claim.not_judged:
-                result = replace(result, verdict=NOT_JUDGED)
-            results.append(result)
+            verdict = NOT_JUDGED if claim.not_judged else NOT_MEASURED
+            estimate = Mean(math.nan, math.nan, 1.0, 0)
+            results.append(CaseResult(claim, "", estimate, verdict=verdict))
             continue
         for case, samples in claim.cases.items():
             if np.size(samples):
                 results.append(claim.test_case(case))
-    tested = []
-    for i, result in enumerate(results):
-        if not (result.claim.untested or result.check):
-            tested.append(i)
-    corrected = dict(zip(tested, holm([results[i].estimate.p for i in tested])))
-    for i, result in enumerate(results):
+    tested = [result for result in results if not (result.claim.untested or result.check)]
+    corrected = holm([result.estimate.p for result in tested])
+    p_values = dict(zip(map(id, tested), corrected))
+    judged = []
+    for result in results:
         if not result.claim.untested:
-            results[i] = _with_verdict(result, corrected.get(i, math.nan), reduced, stand_in)
-    return results
+            p = p_values.get(id(result), math.nan)
+            result = _with_verdict(result, p, reduced, stand_in)
+        judged.append(result)
+    return judged
 
 
 def _with_verdict(result: CaseResult, p: float, reduced: bool, stand_in: str) -> CaseResult:
-    limit = result.claim.limit(result.case)
+    limit = result.limit
     closed_form = result.claim.theory.get(result.case, limit)
     verdict = SUPPORTED if result.agrees else CONTRADICTED
     if not p <= LEVEL:

@@ -31,11 +31,6 @@ SIZES = ("small", "full")
 Sweeps = Mapping[str, Sequence[PlannedRun]]  # by name
 
 
-def no_claims(rows: Rows) -> list[Claim]:
-    """The claims of a page that tests none."""
-    return []
-
-
 @dataclass(frozen=True, eq=False)
 class Page:
     """The comparison that a page shows, and the runs that make its rows.
@@ -50,7 +45,7 @@ class Page:
         metrics: Keys of records that become rows.
         measured: Bullets on data, sizes, seeds and limits.
         tables: Rows -> {title: DataFrame}. The first table is shown, the others are folded.
-        claims: Rows -> the claims of the paper.
+        claims: Rows -> the claims of the paper. Default: no claims.
         figure: Rows -> matplotlib Figure, or None if the rows have nothing to plot. Default: no figure.
         full: Runs by sweep name at the size of the paper (recipes of conf/experiment).
         models: Runs by sweep name that train the models other runs start from, as task.init={runs}/<sweep>/<run>.
@@ -66,7 +61,7 @@ class Page:
     metrics: Sequence[str]
     measured: Sequence[str]
     tables: Callable[[Rows], Tables]
-    claims: Callable[[Rows], list[Claim]] = no_claims
+    claims: Callable[[Rows], list[Claim]] | None = None
     figure: Callable[[Rows], Any] | None = None
     full: Sweeps = field(default_factory=dict)
     models: Sweeps = field(default_factory=dict)
@@ -79,7 +74,8 @@ class Page:
 
     def verdicts(self, rows: Rows, size: str = "small") -> list[CaseResult]:
         """Return all cases of the claims with their verdicts."""
-        return judge(self.claims(rows), self.reduced and size == "small", self.stand_in)
+        claims = self.claims(rows) if self.claims else []
+        return judge(claims, self.reduced and size == "small", self.stand_in)
 
     @property
     def targets(self) -> list[str]:

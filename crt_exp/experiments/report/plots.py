@@ -1,30 +1,24 @@
 """Line plots and dot plots of result rows with 95% intervals."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from crt_exp.experiments import drawing
-from crt_exp.experiments.drawing import label_ends, new_figure, plain_ticks
+from crt_exp.experiments.drawing import (
+    CONTROLS,
+    EXACT,
+    colour,
+    label_ends,
+    new_figure,
+    plain_ticks,
+)
 from crt_exp.experiments.intervals import Mean, mean_ci
 from crt_exp.experiments.report.rows import Rows
 from crt_exp.experiments.report.tables import label
 
 WIDTH, HEIGHT = 5.2, 3.9  # size of a panel, inches
-CONTROLS = (
-    "uniform",
-    "identity",
-    "zero",
-    "majority",
-    "majority class",
-    "word overlap",
-    "no model",
-    "average",
-    "random",
-)
 
 
 def panels(count: int, columns: int = 3) -> tuple[Any, list[Any]]:
@@ -35,15 +29,6 @@ def panels(count: int, columns: int = 3) -> tuple[Any, list[Any]]:
     for ax in axes.flat[count:]:
         ax.set_axis_off()
     return figure, [*axes.flat[:count]]
-
-
-def colour(method: str) -> str:
-    """Return the colour of a method: equal on all pages, grey for controls."""
-    name = re.split("[ ,]", method)[0]
-    if name in CONTROLS or method in CONTROLS:
-        return drawing.CONTROL
-    shade = drawing.colour(method)
-    return drawing.colour_by_rule(name) if shade == drawing.CONTROL else shade
 
 
 def line_plot(
@@ -77,27 +62,32 @@ def line_plot(
         places, means = _means(rows, x, metric, method, less, geometric, where)
         if not means:
             continue
-        mean, half, _, n = np.array(means).T
-        low, middle, high = mean - half, mean, mean + half
-        if geometric:
-            low, middle, high = np.exp(low), np.exp(middle), np.exp(high)
+        intervals = [interval(mean, geometric) for mean in means]
+        low, middle, high = scale * np.array(intervals).T
         shade = colour(method)
         style = "--" if method.split(" ")[0] in CONTROLS else "-"
         if method in dotted:
             style = ":"
-        ax.plot(places, scale * middle, color=shade, lw=1.5, marker="o", ms=2.5, ls=style)
-        if (n > 1).all():
-            ax.fill_between(places, scale * low, scale * high, color=shade, alpha=0.12, lw=0)
-        ends.append((label(method, labels), places[-1], scale * middle[-1], shade))
+        ax.plot(places, middle, color=shade, lw=1.5, marker="o", ms=2.5, ls=style)
+        if all(mean.n > 1 for mean in means):
+            ax.fill_between(places, low, high, color=shade, alpha=0.12, lw=0)
+        ends.append((label(method, labels), places[-1], middle[-1], shade))
     if not ends:
         return
     if less:
-        ax.axhline(1 if geometric else 0, color=drawing.EXACT, lw=1)
+        ax.axhline(1 if geometric else 0, color=EXACT, lw=1)
     for axis in log:
         ax.set(**{f"{axis}scale": "log"})
     if "x" in log:
         plain_ticks(ax.xaxis)
     label_ends(ax, ends)
+
+
+def interval(mean: Mean, log: bool) -> np.ndarray:
+    """Return low end, mean and high end; log: exponentials of these. A single sample has no width."""
+    half = mean.half if mean.n > 1 else 0
+    ends = mean.mean + half * np.array([-1, 0, 1])
+    return np.exp(ends) if log else ends
 
 
 def _means(
@@ -140,10 +130,7 @@ def dot_plot(
     for place, method in enumerate(methods):
         numbers = np.asarray(samples[method], float)
         mean = mean_ci(np.log(numbers) if log else numbers, overlap=overlap)
-        half = mean.half if mean.n > 1 else 0
-        low, middle, high = mean.mean - half, mean.mean, mean.mean + half
-        if log:
-            low, middle, high = np.exp(low), np.exp(middle), np.exp(high)
+        low, middle, high = interval(mean, log)
         ax.errorbar(
             middle,
             place,
@@ -156,7 +143,7 @@ def dot_plot(
         )
     ax.set_yticks(range(len(methods)), [label(method, labels) for method in methods])
     if zero:
-        ax.axvline(0, color=drawing.EXACT, lw=1)
+        ax.axvline(0, color=EXACT, lw=1)
     if log:
         ax.set_xscale("log")
         plain_ticks(ax.xaxis)

@@ -16,7 +16,7 @@ from crt_exp.experiments.drawing import markdown, save_figure
 from crt_exp.experiments.report.claims import WORDS, CaseResult
 from crt_exp.experiments.report.pages import Page
 from crt_exp.experiments.report.rows import FOLDER, Rows, read_rows, rows_path
-from crt_exp.experiments.report.tables import Tables, table_cells, to_markdown
+from crt_exp.experiments.report.tables import Tables, to_markdown, with_index
 from crt_exp.experiments.runner.run import write_atomic
 
 QUOTED = ", paper"  # ends the label of a row with the paper's values of a method
@@ -72,8 +72,7 @@ def first_table(page: Page, folder: Path = FOLDER, part: str = "") -> str:
     if not tables:
         return NO_TABLE
     title, table = next(iter(tables.items()))
-    header, *rows = table_cells(table)
-    return f"{title}\n{pd.DataFrame(rows, columns=header).to_string(index=False)}"
+    return f"{title}\n{with_index(table).astype(str).to_string(index=False)}"
 
 
 def page_text(
@@ -182,26 +181,24 @@ def claims_table(results: Sequence[CaseResult]) -> str:
         return (
             f"{len(tested)} cases: the rows of this page in [claims.csv](claims.csv).\n\n{INTERVAL}"
         )
-    header = ["claim", "case", "ours", "threshold", "paper", "n", "p", "verdict", "note"]
-    table = markdown(header, [_claims_row(result) for result in tested])
+    table = markdown(pd.DataFrame([_claims_row(result) for result in tested]))
     return f"{table}\n{INTERVAL}"
 
 
-def _claims_row(result: CaseResult) -> list[Any]:
+def _claims_row(result: CaseResult) -> dict[str, Any]:
     n = result.estimate.n
-    p = f"{result.p:.2g}" if n > 1 and not np.isnan(result.p) else ""
     notes = [result.check, result.equality, theory(result), result.claim.reason]
-    return [
-        result.claim.text,
-        result.case,
-        result.to_text(),
-        threshold(result),
-        result.paper,
-        n or "exact",
-        p,
-        result.verdict,
-        "; ".join(note for note in notes if note),
-    ]
+    return {
+        "claim": result.claim.text,
+        "case": result.case,
+        "ours": result.to_text(),
+        "threshold": threshold(result),
+        "paper": result.paper,
+        "n": n or "exact",
+        "p": f"{result.p:.2g}" if n > 1 and not np.isnan(result.p) else "",
+        "verdict": result.verdict,
+        "note": "; ".join(note for note in notes if note),
+    }
 
 
 def threshold(result: CaseResult) -> str:
@@ -209,7 +206,7 @@ def threshold(result: CaseResult) -> str:
     if claim.between:
         return f"between {claim.above:g} and {claim.below:g}"
     base = "e^" if claim.power else ""
-    value = claim.threshold(result.case) or float(claim.log)
+    value = result.threshold or float(claim.log)
     return f"{result.side} {base}{value:g}"
 
 

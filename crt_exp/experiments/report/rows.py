@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from crt_exp.experiments.runner.run import names_in, write_atomic
 
@@ -33,24 +34,35 @@ class Rows:
 
     def __init__(self, frame: pd.DataFrame):
         self.frame = frame
-        self._columns = {name: frame[name].to_numpy() for name in frame if name not in ORIGIN}
         self._groups = frame.groupby(["metric", "method"], sort=False).indices
 
     def select(self, metric: str, method: str | None = None, **where: Any) -> pd.DataFrame:
         """Return the rows of a metric, in their order."""
-        return self.frame.iloc[self._places(metric, method, where)]
+        if method is None:
+            places = np.flatnonzero(self.frame["metric"] == metric)
+        else:
+            places = self._groups.get((metric, method), np.empty(0, int))
+        for name, wanted in where.items():
+            column = self.frame[name].iloc[places]
+            if isinstance(wanted, list | tuple | range):
+                matches = column.isin(wanted)
+            elif wanted == "" and is_numeric_dtype(column):
+                matches = column.isna()
+            else:
+                matches = column == wanted
+            places = places[matches]
+        return self.frame.iloc[places]
 
     def values(self, metric: str, method: str, log: bool = False, **where: Any) -> pd.Series:
         """Return values by sample, float64; several rows of a sample are averaged.
 
         log: average logarithms.
         """
-        places = self._places(metric, method, where)
-        values = self._columns["value"][places].astype(float)
+        frame = self.select(metric, method, **where)
+        values = frame["value"].astype(float)
         if log:
             values = np.log(values)
-        samples = pd.Series(values, self._columns["sample"][places])
-        return samples.groupby(level=0, sort=False).mean()
+        return values.groupby(frame["sample"], sort=False).mean()
 
     def paired(
         self, first: str, second: str, metric: str, log: bool = False, **where: Any
@@ -71,36 +83,49 @@ class Rows:
     def paired_by_case(
         self,
         first: str,
-        second: str,
+        others: str | Mapping[str, str],
         metric: str,
         cases: Mapping[str, Mapping[str, Any]],
         scale: float = 1.0,
         log: bool = False,
         looks: Sequence[int] = (),
     ) -> dict[str, pd.Series]:
-        """Return scale * (first - second) for each case; `cases` holds the filter of each.
+        """Return scale * (first - other) for each case; `cases` holds the filter of each.
 
+        others: one method, or the labels of several, which begin the names of their cases.
         looks: leave out samples that were seen before others were added, see `added`.
         """
         differences = {}
-        for case, where in cases.items():
-            samples = scale * self.paired(first, second, metric, log, **where)
-            differences[case] = added(samples, *looks)
+        for other, label in ({others: ""} if isinstance(others, str) else others).items():
+            for case, where in cases.items():
+                samples = scale * self.paired(first, other, metric, log, **where)
+                name = ", ".join(part for part in (label, case) if part)
+                differences[name] = added(samples, *looks)
         return differences
 
     def by_method(
-        self, metric: str, methods: Iterable[str], scale: float = 1.0, less: str = "", **where: Any
+        self,
+        metric: str,
+        methods: Iterable[str],
+        factor: float = 1.0,
+        less: str = "",
+        over: str = "",
+        log: bool = False,
+        **where: Any,
     ) -> dict[str, pd.Series]:
         """Return the values of each method.
 
-        less: method whose values are subtracted, sample by sample; it is left out itself.
+        less: method whose values are subtracted, sample by sample; it is left out itself. log: subtract logarithms.
+        over: method whose ratio to each method is returned, as a logarithm.
         """
         samples = {}
         for method in methods:
-            if not less:
-                samples[method] = scale * self.values(metric, method, **where)
+            if over:
+                samples[method] = self.ratio(over, method, metric, **where)
+            elif not less:
+                samples[method] = factor * self.values(metric, method, **where)
             elif method != less:
-                samples[method] = scale * self.paired(method, less, metric, **where)
+                samples[method] = factor * self.paired(method, less, metric, log, **where)
         return samples
 
     def best(self, column: str, by: Sequence[str]) -> "Rows":
@@ -142,22 +167,6 @@ class Rows:
     def methods(self, metric: str, **where: Any) -> list[str]:
         """Return the methods that have a metric, in the order of the rows."""
         return [*self.select(metric, **where)["method"].unique()]
-
-    def _places(self, metric: str, method: str | None, where: dict[str, Any]) -> np.ndarray:
-        if method is None:
-            places = np.flatnonzero(self._columns["metric"] == metric)
-        else:
-            places = self._groups.get((metric, method), np.empty(0, int))
-        for name, wanted in where.items():
-            column = self._columns[name][places]
-            if isinstance(wanted, list | tuple | range):
-                matches = np.isin(column, wanted)
-            elif wanted == "" and column.dtype != object:
-                matches = pd.isna(column)
-            else:
-                matches = column == wanted
-            places = places[matches]
-        return places
 
 
 def _spread(values: pd.Series, other: pd.Series) -> pd.Series:

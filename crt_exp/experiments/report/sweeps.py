@@ -348,30 +348,24 @@ def _rows_of_record(
         metric = part[1] if part else key
         if metric not in metrics:
             continue
-        entries = value if isinstance(value, list) else [value]
+        row = {"split": "parts"} if part else {}
         lists = []  # columns with one entry for each value
-        if isinstance(value, list):
-            for name in columns:
-                column = values.get(name)
-                if isinstance(column, list) and len(column) == len(value):
-                    lists.append(name)
-        for i, entry in enumerate(entries):
+        for name in columns:
+            column = values.get(name, "")
+            if not isinstance(column, list):
+                row.setdefault(name, column)
+            elif isinstance(value, list) and len(column) == len(value):
+                lists.append(name)
+        for i, entry in enumerate(value if isinstance(value, list) else [value]):
             if entry is None:
                 continue
-            row = {}
-            for name in columns:
-                column = values.get(name, "")
-                row[name] = "" if isinstance(column, list) else column
-            for name in lists:
-                row[name] = values[name][i]
-            if part and "split" in columns:
-                row["split"] = "parts"
             sample = int(part[2]) if part else values["sample"]
             if isinstance(sample, list):
                 sample = sample[i]
             elif isinstance(value, list) and not lists:
                 sample = i
-            yield {**row, "sample": sample, "metric": metric, "value": entry}
+            listed = {name: values[name][i] for name in lists}
+            yield {**row, **listed, "sample": sample, "metric": metric, "value": entry}
 
 
 def _steps_per_second(records: Sequence[Mapping[str, Any]]) -> float | None:

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from crt_exp.experiments.drawing import LABELS, markdown
-from crt_exp.experiments.intervals import geometric_interval, mean_ci
+from crt_exp.experiments.intervals import geometric_interval, mean_ci, ratio_interval
 from crt_exp.experiments.report.rows import Rows
 
 Tables = dict[str, pd.DataFrame]  # by title
@@ -46,6 +46,7 @@ def mean_table(
     overlap: float = 0.0,
     format: Callable[[pd.Series], str] | None = None,
     less: str = "",
+    over: str = "",
     geometric: bool = False,
 ) -> pd.DataFrame:
     """Tabulate the mean ± 95% CI of each method (rows) in each column.
@@ -56,21 +57,26 @@ def mean_table(
         scale: Factor on all values, such as 100 for percent.
         overlap: See `mean_ci`.
         format: Function from samples to text, in place of the mean.
-        less: Method whose values are subtracted, sample by sample.
+        less: Method whose values are subtracted, sample by sample. With `geometric`, values are divided by its values.
+        over: Method whose values are divided by those of each method; geometric means.
         geometric: Use geometric means, for heavy-tailed values.
     """
+    is_ratio = bool(over or (less and geometric))
     methods = methods or rows.methods(**next(iter(columns.values())))
     labels = methods if isinstance(methods, Mapping) else None
     table = {}
     for column, where in columns.items():
         table[column] = {}
-        for method, values in rows.by_method(
-            methods=methods, scale=scale, less=less, **where
-        ).items():
+        samples = rows.by_method(
+            methods=methods, factor=scale, less=less, over=over, log=is_ratio, **where
+        )
+        for method, values in samples.items():
             if not len(values):
                 continue
             if format:
                 cell = format(values)
+            elif is_ratio:
+                cell = ratio_interval(values, spec)
             elif geometric:
                 cell = geometric_interval(values, spec)
             else:
@@ -94,13 +100,9 @@ def filters_over(
 
 def to_markdown(table: pd.DataFrame) -> str:
     """Format a table as Markdown, with the index as first column."""
-    header, *lines = table_cells(table)
-    return markdown(header, lines)
+    return markdown(with_index(table))
 
 
-def table_cells(table: pd.DataFrame) -> list[list[str]]:
-    """Return the header, then the rows, as lists; missing values are empty."""
-    cells = [[table.index.name or "", *map(str, table.columns)]]
-    for name, values in zip(table.index, table.astype(object).fillna("").to_numpy()):
-        cells.append([str(name), *map(str, values)])
-    return cells
+def with_index(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table with its index as first column; missing values are empty."""
+    return table.astype(object).fillna("").reset_index(names=table.index.name or "")

@@ -11,8 +11,9 @@ from helpers.refusals import check_error
 
 from crt_exp.attention import attention_reference, softmax_attention
 from crt_exp.attention.reference import attention_matrix
-from crt_exp.experiments.measure.approximation import Approximation, Pretrained, Synthetic
+from crt_exp.experiments.measure.approximation import Approximation, Synthetic
 from crt_exp.experiments.measure.attention_errors import HeadErrors
+from crt_exp.experiments.measure.fidelity import DocumentBench
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
@@ -36,7 +37,6 @@ SMALL = {
     "heads": 2,
     "d": 8,
     "scale": 1.0,
-    "depth": 3,
 }
 MODELS = {
     "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
@@ -106,8 +106,8 @@ def test_matrix_is_attention_to_unit_vectors(phi, causal):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_captured_tensors_give_the_models_own_attention(folder, name):
-    source = Pretrained(str(folder / name), str(folder / "text.txt"), length=TOKENS)
-    layers = source.layers(0, 0)
+    source = DocumentBench(str(folder / name), str(folder / "text.txt"), length=TOKENS)
+    [layers] = source.calls
     assert len(layers) == len(source.exact[0].states) == 3
     assert layers[0].causal == (name in ("gpt2", "llama"))
     given = []
@@ -129,22 +129,9 @@ def test_captured_tensors_give_the_models_own_attention(folder, name):
     assert not any("swapped" in path for path, _ in source.model.named_modules())
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_errors_of_hidden_states_are_those_of_a_sample(folder, name):
-    source = Pretrained(str(folder / name), str(folder / "text.txt"), length=TOKENS)
-    errors = source.hidden_errors(mechanism(), 2, 0)
-    assert errors.shape == (2, 3)
-    assert (errors > 1e-4).all()
-    assert not torch.equal(errors[0], errors[1])  # other noise
-    torch.testing.assert_close(
-        source.hidden_errors(mechanism(), 2, 0), errors
-    )  # nothing was left behind
-    assert (source.hidden_errors(Mechanism.of("exact"), 1, 0) < 1e-5).all()
-
-
 def test_synthetic_queries_have_the_requested_scale():
     for scale in (0.5, 2.0):
-        layer = Synthetic(256, 4, 16, scale, 1).layers(0, 0)[0]
+        layer = Synthetic(256, 4, 16, scale).layers(0, 0)[0]
         actual = [layer.x.std() * 2, layer.y.std() * 2]
         assert actual == pytest.approx([scale] * 2, rel=0.03)
 
@@ -156,26 +143,24 @@ def test_records_resume_and_hold_what_they_say():
     task = Approximation(**SMALL, length=64)
     other = Approximation(**SMALL, length=64)
     whole = list(task.records(mechanism(), 3))
-    assert [r["split"] for r in whole] == ["layer", "layer", "depth", "depth", "test"]
+    assert [r["split"] for r in whole] == ["layer", "layer", "test"]
     assert whole[-1]["final"]
-    assert list(other.records(mechanism(), 3, whole[:3])) == whole[3:]
+    assert list(other.records(mechanism(), 3, whole[:1])) == whole[1:]
     actual = json.loads(json.dumps(whole, allow_nan=False))
     assert actual == whole
     few, many = whole[:2]
     assert many["output_error"] < few["output_error"]
     assert many["matrix_error"] < few["matrix_error"]
     assert whole[-1]["output_error"] == many["output_error"]
-    assert whole[-1]["hidden_error"] == whole[3]["hidden_error"]
-    assert len(whole[3]["hidden_error_by_layer"]) == 3
     with pytest.raises(ValueError, match="attention=exact"):
         next(task.records(Mechanism.of("exact"), 0))
 
 
 def test_uniform_attention_stands_beside_every_error_and_where_it_wins_that_is_told():
-    weak = Approximation(**SMALL | {"ms": [2, 1024], "samples": 1, "depth": 0}, length=64)
+    weak = Approximation(**SMALL | {"ms": [2, 1024], "samples": 1}, length=64)
     records = list(weak.records(mechanism(), 0))
     few, many, last = records
-    layer = weak.source.layers(0, 0)[0]
+    layer = weak.layers(0, 0)[0]
     mean = layer.v.mean(2, keepdim=True).expand_as(layer.v)
     error = (mean - layer.output).square().sum((-2, -1))
     expected = (error / layer.output.square().sum((-2, -1))).sqrt().mean()
@@ -244,7 +229,7 @@ def test_errors_of_heads_are_over_those_of_uniform_attention():
 def test_matched_queries_lie_near_the_keys_at_their_positions():
     cos = {}
     for turn in (None, 0.3):
-        layer = Synthetic(512, 2, 16, 1.0, 0, turn).layers(0, 0)[0]
+        layer = Synthetic(512, 2, 16, 1.0, turn).layers(0, 0)[0]
         x = layer.x[0]
         y = layer.y[0]
         cos[turn] = torch.cosine_similarity(x, y, -1).mean().item()

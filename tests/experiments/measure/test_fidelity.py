@@ -140,7 +140,7 @@ def test_the_error_of_a_layer_is_that_of_its_own_tensors(folder):
     found = source.errors(Mechanism.of("uniform"))
     for layer, call in enumerate(source.calls[2]):
         uniform = uniform_attention(call.q, call.k, call.v, causal=True)
-        error = (uniform - call.output).norm() / call.output.norm()
+        error = (uniform - call.recorded).norm() / call.recorded.norm()
         assert found["attention"][2, layer] == pytest.approx(float(error), rel=1e-5)
 
 

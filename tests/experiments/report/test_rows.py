@@ -87,7 +87,7 @@ def test_methods_keep_their_order_and_filters_take_lists(rows):
 
 
 def test_values_by_method_and_by_case_are_those_of_single_calls(rows):
-    above = rows.by_method("loss", ["exact", "pos"], scale=100, less="exact")
+    above = rows.by_method("loss", ["exact", "pos"], factor=100, less="exact")
     assert [*above] == ["pos"]
     assert above["pos"].to_dict() == {"0": 100.0, "1": 400.0}
     cases = {"few": {"m": 8}, "many": {"m": 16}}

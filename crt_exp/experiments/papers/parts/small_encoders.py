@@ -117,13 +117,24 @@ MODELS = {name: encoder.pretraining(name) for name, encoder in ENCODERS.items()}
 
 
 def claims(rows: Rows) -> list[Claim]:
-    claims = []
-    for words, step in {"without training": 0, "when fine-tuned after the swap": 300}.items():
-        text = f"in small encoders (d = 8) FAVOR++ has a lower loss than FAVOR+ {words}"
-        claims.append(Claim(text, {"": gain_in_encoders(rows, step)}, unit="nats"))
-    text = "the attention error of FAVOR+ is larger than that of FAVOR++ in small encoders (d = 16)"
-    claims.append(Claim(text, {"": error_ratios(rows)}, log=True, above=1))
-    return claims
+    return [
+        Claim(
+            "in small encoders (d = 8) FAVOR++ has a lower loss than FAVOR+ without training",
+            {"": gain_in_encoders(rows, 0)},
+            unit="nats",
+        ),
+        Claim(
+            "in small encoders (d = 8) FAVOR++ has a lower loss than FAVOR+ when fine-tuned after the swap",
+            {"": gain_in_encoders(rows, 300)},
+            unit="nats",
+        ),
+        Claim(
+            "the attention error of FAVOR+ is larger than that of FAVOR++ in small encoders (d = 16)",
+            {"": error_ratios(rows)},
+            log=True,
+            above=1,
+        ),
+    ]
 
 
 def gain_in_encoders(rows: Rows, step: int) -> pd.Series:
