@@ -35,6 +35,7 @@ from crt_exp.samplers.noise import (
     DenseNoise,
     Nested,
     Noise,
+    transforming,
 )
 from crt_exp.validation import Positive
 
@@ -64,14 +65,20 @@ class RadialRF(SpectralRF):
         """Rescale the projections.
 
         Raises:
-            ValueError: all projections have one length, so their lengths are not chi-distributed.
+            ValueError: all projections have one length, so their lengths are not chi-distributed; or torch.func maps
+                over projections.
         """
-        values = torch.func.debug_unwrap(noise.sq_norm.double().clamp(min=1e-300).cpu())
+        name = type(self).__name__
+        sq_norm = noise.sq_norm.double().clamp(min=1e-300).cpu()
+        values = torch.func.debug_unwrap(sq_norm) if transforming() else sq_norm
+        if values.shape != sq_norm.shape:
+            raise ValueError(
+                f"{name}: torch.func cannot map over projections; map over the vectors"
+            )
         # inside torch.func, numpy() fails
         squares = np.array(values.tolist()).reshape(values.shape)
         spread = squares.max() - squares.min()
         if not noise.gaussian and noise.m > 1 and spread < 1e-6 * squares.max():
-            name = type(self).__name__
             raise ValueError(
                 f"lengths=sqrt_d or fixed: {name} needs chi-distributed lengths; use chi"
             )

@@ -156,3 +156,14 @@ def test_second_moment_is_one_and_the_relative_variance(phi):
     actual = phi.log_relative_second_moment(x, y, params)
     expected = torch.log1p(relative.exp())
     assert_close(actual, expected)
+
+
+def test_torch_func_cannot_map_over_projections():
+    """Their lengths are converted outside torch, where each mapped entry would get those of all."""
+    x = torch.randn(5, 4)
+
+    def features(rows):
+        return MaternRF().phi_q(x, samplers.DenseNoise(rows, gaussian=True)).exp()
+
+    with pytest.raises(ValueError, match="map over the vectors"):
+        torch.func.vmap(features)(torch.randn(3, 8, 4))

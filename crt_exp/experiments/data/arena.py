@@ -338,6 +338,8 @@ def read_pairs(path: Path) -> Labelled:
         labels.append(LABELS.index(label) % 2)
         for text in cells[2:]:
             rows.append(np.frombuffer(text.encode(), np.uint8))
+    if not rows:
+        raise DataError(f"{path}: empty; get the file from {PAGES['retrieval']}")
     return Labelled(rows, np.array(labels, np.int64))
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from crt_exp.attention import exact_attention
 from crt_exp.attention.running import for_query_heads, grouped_statistics
 from crt_exp.experiments.data import text as data
+from crt_exp.experiments.data.files import sha256
 from crt_exp.experiments.data.text import official_file
 from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
 from crt_exp.experiments.measure.bench import (
@@ -214,9 +215,9 @@ def check_disjoint(text: data.Paths, calibration: data.Paths | None) -> None:
     """Raise ValueError if text and calibration share a file."""
     if calibration is None:
         return
-    held_out = {data.content(file) for file in data.text_files(text)}
+    held_out = {sha256(file) for file in data.text_files(text)}
     for file in data.text_files(calibration):
-        if data.content(file) in held_out:
+        if sha256(file) in held_out:
             raise ValueError(
                 f"task.calibration: {Path(file).name} is also in task.text; expected disjoint files"
             )
