@@ -9,7 +9,8 @@ import words
 import yaml
 from helpers.pages import BLOCKS, PAGES, ROOT, project
 
-from crt_exp.experiments.papers.results import FAMILIES, model_times
+from crt_exp.experiments.papers.parts.settings import FAMILIES
+from crt_exp.experiments.papers.results import model_times
 from crt_exp.experiments.papers.whole_models import BUILDS
 from crt_exp.experiments.report import mean_ci
 from crt_exp.experiments.report.rows import read_rows
@@ -47,6 +48,11 @@ def test_site_lists_every_task():
     for cell in re.findall(r"^\| (`[^|]+) \|", section, re.M):
         listed += re.findall(r"`(\w+)`", cell)
     assert sorted(listed) == sorted(choices("task"))
+
+
+def test_files_of_pages_are_short():
+    for path in (ROOT / "crt_exp" / "experiments" / "papers").rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 200, path
 
 
 MEMBERS = re.compile(r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", re.M)

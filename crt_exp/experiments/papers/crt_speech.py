@@ -2,11 +2,14 @@
 
 import pandas as pd
 
+from crt_exp.experiments.papers.parts import whisper
 from crt_exp.experiments.papers.parts.speech_models import (
     DIGITS,
     FINE_TUNING,
     FROM_SCRATCH,
     MODELS,
+    PAIRS,
+    POSITIVE,
     SCRATCH,
     SWAP,
     TUNED,
@@ -21,7 +24,6 @@ from crt_exp.experiments.report import (
     dot_plot,
     filters_over,
     label,
-    line_plot,
     mean_ci,
     mean_table,
     panels,
@@ -29,31 +31,13 @@ from crt_exp.experiments.report import (
 )
 
 FIG3 = "fig3"
-WHISPER = "fig3-whisper"
 SETTINGS = (UNTRAINED, TUNED, SCRATCH)
-PAIRS = {}  # number of projections -> FAVOR+ and FAVOR++
-for m in (8, 16, 64, 256):
-    PAIRS[m] = f"favorp m={m}", f"favorpp m={m}"
-FEW = {m: PAIRS[m] for m in (8, 16)}
-POSITIVE = [method for pair in PAIRS.values() for method in pair]
-
-# ---- digits
-
 NEAR = "nearfar block=8 heavy=8 cells=8 exact_until=0"
 FIXED = ["exact", "uniform", NEAR]
 METHODS = [*FIXED, *POSITIVE[:4]]
 FULL_METHODS = [*FIXED, *POSITIVE[:6]]
 NAMES = {method: label(method) for method in FULL_METHODS} | {NEAR: "near-far"}
 SWAPPED = f"{SWAP} trainer.steps=0"
-
-# ---- Whisper
-
-HYBRID = "hrf_cluster m=48 features.queries=3 features.keys=3"
-COMPARED = ["exact", "uniform", "nearfar", *POSITIVE]
-SPOKEN = [*COMPARED, "favorsharp m=256", "relu m=256", "window block=64 first=16", HYBRID]
-TUNED_METHODS = ["exact", "uniform", *PAIRS[64]]
-SPOKEN_NAMES = {method: label(method) for method in SPOKEN} | {HYBRID: "HRF-C(3,3), m = 48"}
-UNTUNED = {"sweep": WHISPER, "setting": UNTRAINED}
 
 SMALL = {
     FIG3: [
@@ -62,17 +46,11 @@ SMALL = {
         *sweep(f"{SWAP} {FINE_TUNING}", setting=TUNED, attention=METHODS, seed=range(8)),
         *sweep(f"{DIGITS} {FROM_SCRATCH}", setting=SCRATCH, attention=METHODS, seed=range(5)),
     ],
-    WHISPER: [
-        *sweep("task=dictation", setting=UNTRAINED, attention=SPOKEN, seed=range(8)),
-        *sweep("task=whisper", setting=TUNED, seed=range(1), attention=TUNED_METHODS),
-    ],
+    whisper.WHISPER: whisper.SMALL,
 }
 FULL = {
     FIG3: sweep("experiment=crt_conformer_960h", setting=SCRATCH, attention=FULL_METHODS),
-    WHISPER: [
-        *sweep("task=dictation", setting=UNTRAINED, attention=SPOKEN, seed=range(40)),
-        *sweep("task=whisper task.tested=68", setting=TUNED, attention=COMPARED),
-    ],
+    whisper.WHISPER: whisper.FULL,
 }
 
 
@@ -88,17 +66,7 @@ def finding(rows: Rows) -> str:
 
 def gains(rows: Rows, metric: str, scale: int = 1, **where) -> dict[str, pd.Series]:
     """FAVOR+ minus FAVOR++, by the number of projections."""
-    return {f"m = {m}": scale * rows.paired(*FEW[m], metric, **where) for m in FEW}
-
-
-def below_uniform(rows: Rows, case: str, first: str, second: str) -> dict[str, str]:
-    """The failed check of a case whose methods are both further from exact than uniform attention."""
-    uniform = rows.values("above", "uniform", **UNTUNED).mean()
-    losses = [rows.values("above", method, **UNTUNED).mean() for method in (first, second)]
-    if min(losses) < uniform:
-        return {}
-    listed = f"{losses[0]:.2f} and {losses[1]:.2f}"
-    return {case: f"loss increases {listed} nats, with uniform attention {uniform:.2f}"}
+    return {f"m = {m}": scale * rows.paired(*PAIRS[m], metric, **where) for m in (8, 16)}
 
 
 PAPER = {"m = 8": "2.49%", "m = 16": "3.05%"}  # improvement of WER from scratch
@@ -120,31 +88,7 @@ def claims(rows: Rows) -> list[Claim]:
                 fails=control_checks(rows, dict.fromkeys(points, where), unit="nats an utterance"),
             )
         )
-    fails = {}
-    for m, pair in FEW.items():
-        fails |= below_uniform(rows, f"m = {m}", *pair)
-    hybrid = "favorp m=256", HYBRID
-    return [
-        *claims,
-        Claim(
-            "without training, FAVOR++ in Whisper is closer to exact attention than FAVOR+",
-            gains(rows, "above", **UNTUNED),
-            unit="nats",
-            fails=fails,
-        ),
-        Claim(
-            "without training, HRF-C(3,3) in Whisper is closer to exact attention than FAVOR+, m = 256",
-            {"": rows.paired(*hybrid, "above", **UNTUNED)},
-            unit="nats",
-            fails=below_uniform(rows, "", *hybrid),
-        ),
-        Claim(
-            "fine-tuned after the swap, FAVOR++ in Whisper has a lower WER than FAVOR+, m = 64",
-            paper="below FAVOR+ at each m, trained from scratch",
-            not_measured="800 steps leave both methods far above the WER of exact attention, on 24 utterances",
-            needs="longer fine-tuning and more utterances",
-        ),
-    ]
+    return [*claims, *whisper.claims(rows)]
 
 
 def digits_table(rows: Rows) -> pd.DataFrame:
@@ -158,26 +102,13 @@ def digits_table(rows: Rows) -> pd.DataFrame:
     return table
 
 
-def whisper_table(rows: Rows) -> pd.DataFrame:
-    above = {
-        f"loss increase over exact, {UNTRAINED}": {"metric": "above", "setting": UNTRAINED},
-        f"loss increase over exact, {TUNED}": {"metric": "above", "setting": TUNED, "steps": 800},
-    }
-    agrees = {f"same token, %, {UNTRAINED}": {"metric": "agrees", "setting": UNTRAINED}}
-    columns = [
-        mean_table(rows, above, SPOKEN_NAMES, spec=".3f"),
-        mean_table(rows, agrees, SPOKEN_NAMES, 100, ".1f"),
-    ]
-    return pd.concat(columns, axis=1)
-
-
 def tables(rows: Rows) -> Tables:
     losses = filters_over("setting", SETTINGS, metric="loss", sweep=FIG3)
     title = "Whisper: nats a token, and tokens that are the likeliest of exact attention too"
     return {
         "Digits: word error rate, lower is better": digits_table(rows),
         "Digits: loss, nats an utterance": mean_table(rows, losses, NAMES, spec=".2f"),
-        title: whisper_table(rows),
+        title: whisper.table(rows),
     }
 
 
@@ -186,11 +117,7 @@ def figure(rows: Rows):
     digits = rows.by_method("loss", METHODS, sweep=FIG3, setting=UNTRAINED)
     dot_plot(left, digits, labels=NAMES)
     left.set(title=f"digits, {UNTRAINED}", xlabel="loss, nats an utterance")
-    increase = "loss increase over exact, nats a token"
-    dot_plot(middle, rows.by_method("above", SPOKEN, **UNTUNED), labels=SPOKEN_NAMES)
-    middle.set(title=f"Whisper, {UNTRAINED}", xlabel=increase)
-    line_plot(right, rows, "steps", "above", TUNED_METHODS, sweep=WHISPER, setting=TUNED)
-    right.set(title=f"Whisper, {TUNED}", xlabel="steps", ylabel=increase)
+    whisper.plot(middle, right, rows)
     return fig
 
 

@@ -1,92 +1,41 @@
 """Write results.md, which recommends an attention, and index.md from the rows of all pages."""
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from crt_exp.experiments.drawing import colour, label_ends, markdown, new_figure, save_figure
-from crt_exp.experiments.intervals import Mean
 from crt_exp.experiments.papers import whole_models
-from crt_exp.experiments.report import Rows, mean_ci, pages
-from crt_exp.experiments.report.claims import (
-    CONFLICT,
-    NOT_JUDGED,
-    NOT_MEASURED,
-    UNDECIDED,
-    WORDS,
-    CaseResult,
+from crt_exp.experiments.papers.parts.settings import (
+    ADAPTED,
+    FAMILIES,
+    MIXTURE,
+    QNLI,
+    REPEATED,
+    SMOLLM2,
+    STSB,
+    SWAPPED,
+    TUNED,
+    costs_of,
 )
+from crt_exp.experiments.papers.parts.verdicts import (
+    RULES,
+    Verdicts,
+    index_text,
+    undecided_claims,
+    verdict_counts,
+)
+from crt_exp.experiments.report import Rows, mean_ci
 from crt_exp.experiments.report.rendering import claims_frame, details
 from crt_exp.experiments.report.rows import read_rows
 from crt_exp.experiments.report.tables import to_markdown
 from crt_exp.experiments.runner.run import write_atomic
 
-FAMILIES = {
-    "near-far": "nearfar",
-    "mixture": "favormix",
-    "FAVOR#": "favorsharp",
-    "FAVOR++": "favorpp",
-    "FAVOR+": "favorp",
-    "Hedgehog": "hedgehog",
-    "ReLU": "relu",
-    "window": "window",
-}
 REFERENCE = "FAVOR++"  # measured in every setting, so that each method is compared with it on shared settings
-HIGHER = ("accuracy", "spearman", "cosine")  # metrics of which more is better
-
-
-class Setting(NamedTuple):
-    """The rows of a page that compare attention methods in one model.
-
-    metric: "above" is a loss increase over exact attention; of other metrics, exact attention is subtracted. m: number
-    of projections, where a family has several.
-    """
-
-    name: str
-    page: str
-    metric: str
-    where: Mapping[str, Any]
-    m: int = 256
-
-    def increase(self, rows: Rows, method: str) -> pd.Series:
-        """By how much a method is worse than exact attention, sample by sample."""
-        if self.metric == "above":
-            return rows.values(self.metric, method, **self.where)
-        increase = rows.paired(method, "exact", self.metric, **self.where)
-        return -increase if self.metric in HIGHER else increase
-
-    def method(self, rows: Rows, name: str) -> str:
-        """The method with this name, such as "favorpp m=256"; of several, that with m and the fewest options."""
-        methods = rows.methods(self.metric, **self.where)
-        methods = [method for method in methods if method.split()[0] == name]
-        if len(methods) > 1:
-            methods = [method for method in methods if f"m={self.m}" in method.split()]
-        return min(methods, key=len, default="")
-
-    def mean(self, pages: Mapping[str, Rows], family: str) -> Mean:
-        """Return the mean loss increase of a family."""
-        rows = pages[self.page]
-        return mean_ci(self.increase(rows, self.method(rows, FAMILIES[family])))
-
-    def costs(self, pages: Mapping[str, Rows]) -> pd.Series:
-        """Return the loss increase of each family, relative to that of uniform attention."""
-        rows = pages[self.page]
-        means = {}
-        for family, name in FAMILIES.items():
-            means[family] = self.increase(rows, self.method(rows, name)).mean()
-        title = f"[{self.name}]({self.page}.md)"
-        return pd.Series(means, name=title) / self.increase(rows, "uniform").mean()
-
-
-def costs_of(settings: Sequence[Setting], pages: Mapping[str, Rows]) -> pd.DataFrame:
-    """Return the loss increases of all families (columns) in all settings (rows)."""
-    return pd.DataFrame([setting.costs(pages) for setting in settings])
+LENGTHS = (1024, 4096, 16384)
 
 
 def shared_medians(
@@ -138,85 +87,6 @@ def loss_against_time(shares: pd.Series, times: Mapping[str, Mapping[str, float]
     ax.set_ylabel("loss increase, % of that of uniform attention")
     label_ends(ax, ends)
     return fig
-
-
-# ---- the settings
-
-LENGTHS = (1024, 4096, 16384)
-GLUE = {"sweep": "table2", "split": "parts"}
-MIXED = {"sweep": "mixture", "columns": [0, 256]}
-SMOLLM2 = "SmolLM2, 512 tokens, nats"
-LONG = "SmolLM2, 2048 tokens, nats"
-
-
-def encoder_settings(step: int) -> list[Setting]:
-    """Small encoders of two kinds after some steps of fine-tuning."""
-    settings = []
-    for model in ("characters d=8", "word pieces d=8"):
-        name = f"encoder, {model.replace('d=', 'd = ')}"
-        where = {"sweep": "encoders", "model": model, "step": step}
-        settings.append(Setting(name, "crt_glue", "loss", where))
-    return settings
-
-
-def vision_and_speech(setting: str, m: int, step: int, steps: int) -> list[Setting]:
-    """Vision transformers after some steps of fine-tuning, and spoken digits."""
-    small = {"sweep": "fig4-left", "setting": setting, "step": step}
-    large = {"sweep": "fig4-left-vit", "setting": setting, "step": steps}
-    digits = {"sweep": "fig3", "setting": setting}
-    return [
-        Setting(f"small ViT, m = {m}", "crt_vit", "loss", small, m),
-        Setting("ViT-S, Imagenette", "crt_vit", "loss", large),
-        Setting("digits, m = 16, nats an utterance", "crt_speech", "loss", digits, 16),
-    ]
-
-
-MIXTURE = Setting("SmolLM2, 512 tokens", "mixture", "above", {**MIXED, "model": SMOLLM2})
-NEW = {"sweep": "pretrained", "text": "new text"}
-TWICE = {"sweep": "pretrained", "text": "repeated"}
-REPEATED = Setting("SmolLM2, 4096 tokens, repeated", "swap", "above", TWICE)
-ADAPTED = []
-for text in ("new", "repeated"):
-    where = {"sweep": "adapt-smollm2", "text": text, "step": 140}
-    ADAPTED.append(Setting(f"SmolLM2, {text} text", "adapt", "above", where))
-SWAPPED = [
-    Setting("BERT", "swap", "above", {"sweep": "fidelity", "model": "BERT"}),
-    Setting("causal model", "swap", "above", {"sweep": "fidelity", "model": "causal"}),
-    *encoder_settings(step=0),
-    Setting("proteins", "perf_redraw", "loss", {"sweep": "redraw/swap", "split": "test"}),
-    MIXTURE,
-    Setting("SmolLM2, 2048 tokens", "mixture", "above", {**MIXED, "model": LONG}),
-    Setting("MiniLM, cosine", "mixture", "cosine", {**MIXED, "model": "MiniLM, cosine"}),
-    Setting("ViT-S, cosine", "mixture", "cosine", {**MIXED, "model": "ViT-S, cosine"}),
-    Setting("SmolLM2, 4096 tokens, new text", "swap", "above", NEW),
-    REPEATED,
-    *vision_and_speech("without training", 256, 0, 0),
-    Setting(
-        "Whisper", "crt_speech", "above", {"sweep": "fig3-whisper", "setting": "without training"}
-    ),
-]
-PROTEINS = {"sweep": "redraw", "split": "validation", "step": 200}
-QNLI = Setting("QNLI", "crt_glue", "accuracy", {**GLUE, "dataset": "qnli"})
-STSB = Setting("STS-B", "crt_glue", "spearman", {**GLUE, "dataset": "stsb"})
-TUNED = [
-    *encoder_settings(step=300),
-    *ADAPTED,
-    Setting("SST-2", "crt_glue", "accuracy", {**GLUE, "dataset": "sst2"}),
-    QNLI,
-    STSB,
-    *vision_and_speech("fine-tuned after the swap", 64, 300, 47),
-    Setting("proteins", "perf_redraw", "loss", PROTEINS),
-]
-
-Verdicts = Mapping[str, Sequence[CaseResult]]  # page -> cases of its claims
-RULES = """How claims are judged:
-
-- Only fresh samples decide. If samples are added after a look at the first ones, the added samples decide alone.
-- A case with a failed sanity check is inconclusive. Attention has to matter (the cost of uniform attention), and the
-  method under test has to be trained (its gain over uniform attention).
-- A verdict needs p < 0.05 after Holm's correction over the page. Without it the case is inconclusive.
-- A comparison in a setting that the paper does not have is our own and is not counted.
-- Intervals cover the samples that a page names. Where all samples use one checkpoint, other models are not covered."""
 
 
 def write(folder: Path, verdicts: Verdicts) -> None:
@@ -316,48 +186,3 @@ def results_text(rows: Mapping[str, Rows], verdicts: Verdicts) -> str:
         markdown(undecided_claims(verdicts)).rstrip(),
     ]
     return "\n\n".join(paragraphs) + "\n"
-
-
-# ---- verdicts of all pages
-
-
-def index_text(rows: Mapping[str, Rows], verdicts: Verdicts) -> str:
-    """Return index.md: each page with its counts of verdicts and its finding."""
-    table = verdict_counts(verdicts)
-    table["finding"] = [pages.load(name).finding_text(rows[name]) for name in verdicts]
-    return (
-        "# Pages of results\n\n[Which attention to take](results.md), and one page for each experiment.\n\n"
-        + to_markdown(table).rstrip()
-        + "\n"
-    )
-
-
-def verdict_counts(verdicts: Verdicts) -> pd.DataFrame:
-    """One row a page: how many cases of the paper's claims have each verdict."""
-    counts = {}
-    for name, results in verdicts.items():
-        title = f"[{pages.load(name).title}]({name}.md)"
-        counts[title] = Counter(result.base_verdict for result in results if result.paper)
-    table = pd.DataFrame(counts, index=[*WORDS]).T.astype(object).rename_axis("page")
-    if table[CONFLICT].isna().all():
-        table = table.drop(columns=CONFLICT)
-    return table.map(lambda count: "" if pd.isna(count) else f"{count:.0f}")
-
-
-def undecided_claims(verdicts: Verdicts) -> pd.DataFrame:
-    """One row a claim that is not decided, with its cases and what it would take."""
-    table = []
-    for name, results in verdicts.items():
-        for claim, group in groupby(results, lambda result: result.claim.text):
-            undecided = []
-            for result in group:
-                if result.paper and result.base_verdict in (UNDECIDED, NOT_JUDGED, NOT_MEASURED):
-                    undecided.append(result)
-            if not undecided:
-                continue
-            cases = "; ".join(result.case for result in undecided)
-            if len(undecided) > 3:
-                cases = f"{len(undecided)} cases"
-            needs = undecided[-1].claim.needs
-            table.append([f"[{name}]({name}.md)", claim, cases, needs])
-    return pd.DataFrame(table, columns=["page", "claim", "cases", "needs"])

@@ -1,1 +1,1 @@
-"""Parts of pages: the sweeps, claims, tables and panels of one experiment each."""
+"""Parts of pages: the runs, settings, claims, tables or panels of one experiment each, and the verdicts of all."""

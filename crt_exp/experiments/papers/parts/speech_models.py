@@ -1,7 +1,11 @@
-"""A small recogniser of spoken digits, which two pages train."""
+"""A small recogniser of spoken digits, which two pages train; FAVOR+ and FAVOR++ by number of projections."""
 
 from crt_exp.experiments.report import sweep
 
+PAIRS = {}  # number of projections -> FAVOR+ and FAVOR++
+for m in (8, 16, 64, 256):
+    PAIRS[m] = f"favorp m={m}", f"favorpp m={m}"
+POSITIVE = [method for pair in PAIRS.values() for method in pair]
 UNTRAINED = "without training"
 TUNED = "fine-tuned after the swap"
 SCRATCH = "from scratch"
