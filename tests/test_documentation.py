@@ -148,11 +148,11 @@ def check(words):
         case ("pip", "wheel", "--no-deps", ".") | ("pip", "install", "gguf"):
             pass
         case ("pip", "install", *_, what):  # a wheel, the checkout, or extras of one of these
-            found = re.fullmatch(
+            actual = re.fullmatch(
                 rf"crt_exp-{project()['version']}-py3-none-any.whl|(?:\.|crt_exp)(?:\[(\w+)\])?",
                 what,
             )
-            assert found[1] is None or found[1] in project()["optional-dependencies"]
+            assert actual[1] is None or actual[1] in project()["optional-dependencies"]
         case ("export", assignment):
             assert re.fullmatch(r"CRT_DATA=\w+", assignment)
         case ("export", *assignments):

@@ -41,15 +41,15 @@ MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 @cache
 def imported(name):
     """The modules of the package that a module imports, also inside functions and for types alone."""
-    found = set()
+    actual = set()
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            actual |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}, line {node.lineno}: write the full name of the module"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {module if module in MODULES else node.module for module in names}
-    return {module for module in found if module in MODULES} - {name, FRONT}
+            actual |= {module if module in MODULES else node.module for module in names}
+    return {module for module in actual if module in MODULES} - {name, FRONT}
 
 
 def box(name):
@@ -66,19 +66,19 @@ def below(start):
 
 
 def test_imports_are_the_arrows_of_the_picture():
-    found = []
+    actual = []
     for name in MODULES:
         if name != FRONT:
             for other in sorted(imported(name)):
-                found.append((name, other))
+                actual.append((name, other))
     odd = []
-    for name, other in found:
+    for name, other in actual:
         if box(other) not in below(box(name)) | {box(name)}:
             odd.append(
                 f"{name} imports {other}: docs/contributing.md has no arrows from {box(name)} to {box(other)}"
             )
     assert not odd, "\n".join(odd)
-    assert set(ARROWS) <= {(box(name), box(other)) for name, other in found}
+    assert set(ARROWS) <= {(box(name), box(other)) for name, other in actual}
     assert len({*ARROWS}) == len(ARROWS)
     implied = []
     for begin, end in ARROWS:
@@ -200,8 +200,8 @@ def test_files_are_read_as_omegaconf_reads_them():
     for group in groups:
         paths += sorted((CONF / group).rglob("*.yaml"))
     for path in paths:
-        found = read_yaml(path)
+        actual = read_yaml(path)
         expected = OmegaConf.to_container(OmegaConf.load(path))
         if path.name == "config.yaml":  # the library reads no Hydra section
-            del found["hydra"], expected["hydra"]
-        assert found == expected, path
+            del actual["hydra"], expected["hydra"]
+        assert actual == expected, path

@@ -237,12 +237,12 @@ def test_arguments_stand_beside_the_text():
 )
 def test_swaps_take_text_and_layers_by_integers_of_numpy(layers, swapped):
     model = swap_attention(encoder(3), "favorp m=4 sampler=iid", layers=layers, seed=np.int64(3))
-    found = {}
+    actual = {}
     for i in range(3):
         if hasattr(model.layers[i].self_attn, "swapped"):
-            found[i] = model.layers[i].self_attn.swapped
-    assert [*found] == swapped
-    for layer in found.values():
+            actual[i] = model.layers[i].self_attn.swapped
+    assert [*actual] == swapped
+    for layer in actual.values():
         assert layer.m == 4
         assert layer.seed == 3
 

@@ -60,8 +60,8 @@ def test_a_broken_package_leaves_the_library_alone_and_a_task_names_it(name, tas
     script = LIBRARY.replace("PACKAGE", name).replace("TASK", task)
     done = python(tmp_path, "-c", script)
     assert done.stdout == "done\n", done.stderr
-    found = (done.returncode, done.stdout, done.stderr)
-    check_error(found, f"{name} ", "does not load with torch", "other_torch", "pip install")
+    actual = (done.returncode, done.stdout, done.stderr)
+    check_error(actual, f"{name} ", "does not load with torch", "other_torch", "pip install")
 
 
 @pytest.mark.parametrize(

@@ -52,17 +52,17 @@ def test_main_is_that_of_the_package_by_every_door(tmp_path):
         (package / f"{name}.py").write_text("raise SystemExit('this file hides another module')")
     (tmp_path / "link.py").symlink_to(package / "train.py")
     expected = enter("-m", "crt_exp", "a=b", path=package.parent, cwd=tmp_path)
-    found = json.loads(expected.stdout)
-    assert found["found"]
-    assert found["main"] == "crt_exp.__main__"
-    assert found["child"] == str(package / "__init__.py")
+    actual = json.loads(expected.stdout)
+    assert actual["found"]
+    assert actual["main"] == "crt_exp.__main__"
+    assert actual["child"] == str(package / "__init__.py")
     cases = [
         enter(tmp_path / "link.py", "a=b", path=None, cwd=tmp_path),
         enter("-m", "crt_exp.train", "a=b", path=package.parent, cwd=tmp_path),
     ]
     for out in cases:
         assert out.returncode == 0, out.stderr
-        assert json.loads(out.stdout) == found, out.stderr
+        assert json.loads(out.stdout) == actual, out.stderr
 
 
 def test_missing_libraries_are_named_by_the_file(tmp_path):

@@ -162,8 +162,8 @@ def test_generalized_is_its_formula(f, projection):
         case.noise = None
     size = u.shape[-1] ** 0.5
     A = (function(u) / size + 1e-3) @ (function(w) / size + 1e-3).mT
-    found = [case(), case(normalize=False)]
-    assert_same(found, [A @ case.v / A.sum(-1, keepdim=True), A @ case.v], 1e-7)
+    actual = [case(), case(normalize=False)]
+    assert_same(actual, [A @ case.v / A.sum(-1, keepdim=True), A @ case.v], 1e-7)
     assert not case.phi.positive or (A > 0).all()
 
 

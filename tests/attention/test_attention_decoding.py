@@ -135,9 +135,9 @@ def test_state_refuses_other_parameters():
 def test_a_state_takes_no_intermediate_of_the_noise_for_a_change(phi):
     """Some maps have the noise compute and keep its squared norms at the first token."""
     case = Case(phi)
-    found = steps(DecodingState(phi, case.noise, case.params), case, range(4))
+    actual = steps(DecodingState(phi, case.noise, case.params), case, range(4))
     expected = [case(causal=True)[:, :, :3].detach()]
-    assert_same([found], expected, 1e-7)
+    assert_same([actual], expected, 1e-7)
 
 
 def test_state_follows_a_beam():

@@ -77,9 +77,9 @@ def test_near_far_attention_is_that_of_the_cpu(causal):
     expected.backward(grad.cpu())
     out = layer.cuda()(*tensors)
     out.backward(grad)
-    found = [out, *(t.grad for t in tensors)]
+    actual = [out, *(t.grad for t in tensors)]
     on_cpu = [expected, *(t.grad for t in cpu)]
-    for ours, theirs in zip(found, on_cpu):
+    for ours, theirs in zip(actual, on_cpu):
         torch.testing.assert_close(ours.cpu(), theirs)
     low = layer(*(t.detach().bfloat16() for t in tensors))
     assert low.dtype == torch.bfloat16

@@ -237,11 +237,11 @@ def test_micro_batches_of_a_step_are_read_as_a_whole(length):
         _, k, v = qkv(seed, batch=4, length=length)
         mask = torch.arange(length) < torch.tensor([length, 9, 5, 7])[:, None]
         expected = whole(q, k, v, mask)
-        found = []
+        actual = []
         for i in (0, 2):
             with same_step(parts, i > 0):
-                found.append(parts(*(t[i : i + 2] for t in (q, k, v, mask))))
-        assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
+                actual.append(parts(*(t[i : i + 2] for t in (q, k, v, mask))))
+        assert_close(torch.cat(actual), expected, rtol=1e-4, atol=1e-5)
     one = state(whole)
     two = state(parts)
     for name in one:

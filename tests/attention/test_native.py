@@ -112,14 +112,14 @@ def assert_near_far_is_near():
     for d, dv in ((16, 16), (5, 18)):
         x, y = torch.randn(2, 1, 2, 60, d)
         v, grad = torch.randn(2, 1, 2, 60, dv)
-        found = []
+        actual = []
         for dtype in (torch.float32, torch.float64):
             inputs = []
             for t in (x, y, v):
                 inputs.append(t.to(dtype).requires_grad_())
             out = near_far_attention(*inputs, Sizes(4, 3, 6, True))
-            found.append([out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))])
-        assert_near(*found)
+            actual.append([out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))])
+        assert_near(*actual)
 
 
 def assert_recall_is_its_twin(monkeypatch):
@@ -128,13 +128,13 @@ def assert_recall_is_its_twin(monkeypatch):
     for t in (x, y, v):
         inputs.append(t.requires_grad_())
     sizes = Sizes(8, 3, 6, open=12, exact_until=60)
-    found = []
+    actual = []
     for in_c in (True, False):
         if not in_c:
             monkeypatch.setattr(near_far, "applies", lambda *tensors: False)
         out = near_far_attention(*inputs, sizes, causal=True)
-        found.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
-    assert_near(*found)
+        actual.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+    assert_near(*actual)
 
 
 @needs_library

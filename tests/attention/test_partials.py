@@ -79,9 +79,9 @@ def test_log_sums_alone_have_gradients(is_causal, engine):
         return torch.autograd.grad(logs.sum(), (case.x, case.y))
 
     exact = in_float64(case)
-    found = gradients(case, case(partial_attention, causal=is_causal).logsum)
+    actual = gradients(case, case(partial_attention, causal=is_causal).logsum)
     expected = gradients(exact, exact(logsum_reference, causal=is_causal))
-    assert_same(found, expected, 2e-5)
+    assert_same(actual, expected, 2e-5)
 
 
 @both_ways
@@ -94,8 +94,8 @@ def test_log_sums_compile_without_graph_breaks(is_causal):
         return rows.output, rows.logsum
 
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    found = with_gradients(case, *compiled(*case.inputs))
-    assert_same(found, by_partials(case, is_causal), 2e-6)
+    actual = with_gradients(case, *compiled(*case.inputs))
+    assert_same(actual, by_partials(case, is_causal), 2e-6)
 
 
 @both_ways
@@ -128,8 +128,8 @@ def test_gradients_of_log_sums_to_rows_and_parameters(phi, causal, most, monkeyp
     monkeypatch.setattr(chunks, "MAX_SAVED", most)
     case = native_cases.Case(phi, L=150, S=150, learned=True)
     grad = torch.randn(2, 2, 150, 5)
-    found = case.run(torch.float64, causal, grad=grad, function=outputs_and_log_sums)
-    assert_same(found, case.run(torch.float64, causal, grad=grad, function=from_kernel))
+    actual = case.run(torch.float64, causal, grad=grad, function=outputs_and_log_sums)
+    assert_same(actual, case.run(torch.float64, causal, grad=grad, function=from_kernel))
 
 
 @native_cases.needs_library
@@ -137,9 +137,9 @@ def test_gradients_of_log_sums_to_rows_and_parameters(phi, causal, most, monkeyp
 def test_gradients_of_log_sums_to_rows_in_single_precision(is_causal):
     case = native_cases.Case(OPRF(), L=150, S=150, learned=True)
     grad = torch.randn(2, 2, 150, 5)
-    found = case.run(torch.float32, is_causal, grad=grad, function=outputs_and_log_sums)
+    actual = case.run(torch.float32, is_causal, grad=grad, function=outputs_and_log_sums)
     expected = case.run(torch.float64, is_causal, grad=grad, function=from_kernel)
-    native_cases.assert_near(found, expected, 3e-5)
+    native_cases.assert_near(actual, expected, 3e-5)
 
 
 @both_ways
@@ -222,8 +222,8 @@ def test_parts_of_keys_merge_to_the_whole(phi, shape, is_causal, small_chunks):
         whole = case.with_grads(causal=is_causal, denominator=policy)
         for at in range(1, case.y.shape[2], 3):
             out = in_parts(case, at, is_causal, policy)
-            found = [out, *torch.autograd.grad(out, case.inputs, case.grad)]
-            assert_same(found, whole, 1e-8)
+            actual = [out, *torch.autograd.grad(out, case.inputs, case.grad)]
+            assert_same(actual, whole, 1e-8)
 
 
 @both_ways
@@ -232,8 +232,8 @@ def test_parts_of_keys_merge_in_single_precision(is_causal, engine):
     whole = case.with_grads(causal=is_causal)
     for at in (1, 64, 100):
         out = in_parts(case, at, is_causal)
-        found = [out, *torch.autograd.grad(out, case.inputs, case.grad)]
-        assert_same(found, whole, 2e-5)
+        actual = [out, *torch.autograd.grad(out, case.inputs, case.grad)]
+        assert_same(actual, whole, 2e-5)
 
 
 @both_ways
@@ -250,9 +250,9 @@ def test_features_join_an_exact_block(phi, is_causal, small_chunks):
     total = weights.sum(-1, keepdim=True)
     expected = weights @ case.v / torch.where(total == 0, 1.0, total)
     out = in_parts(case, at, is_causal, near=True)
-    found = torch.autograd.grad(out, case.inputs, case.grad)
+    actual = torch.autograd.grad(out, case.inputs, case.grad)
     gradients = torch.autograd.grad(expected, case.inputs, case.grad)
-    assert_same([out, *found], [expected, *gradients])
+    assert_same([out, *actual], [expected, *gradients])
 
 
 def test_merge_is_the_sum():

@@ -152,9 +152,9 @@ def test_long_keys_underflow_nowhere(four):
     expected = jvp(twin.reference, (case.w.double(),), (case.t.double(),))[1]
     assert_pair((tangent.double(), expected), 1e-3)
     many = torch.stack([case.w, twin.w.float()])
-    found = vmap(case.ours)(many)
+    actual = vmap(case.ours)(many)
     expected = torch.stack([twin.reference(w.double()) for w in many])
-    assert_pair((found.double(), expected), 1e-3)
+    assert_pair((actual.double(), expected), 1e-3)
 
 
 @pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
@@ -327,9 +327,9 @@ m = 8
 )
 def test_gradients_to_rows_and_parameters_are_those_of_the_reference(phi, causal, masked):
     case = native_cases.Case(phi, L=150, S=150, masked=masked, learned=True)
-    found = case.run(torch.float64, causal)
+    actual = case.run(torch.float64, causal)
     expected = case.run(torch.float64, causal, function=attention_reference)
-    assert_same(found, expected)
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("most", [2**30, 0])

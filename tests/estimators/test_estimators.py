@@ -224,13 +224,13 @@ def test_an_average_lies_between_the_targets(mechanism):
     y = rng.normal(size=(300, 2))
     far = 2 * rng.normal(size=(300, 6))
     columns = Mechanism.of(features=mechanism).map("gaussian").width(5)
-    found = (
+    actual = (
         KernelRegressionRegressor(mechanism, n_components=columns, gamma=1.0, random_state=0)
         .fit(x, y)
         .predict(far)
     )
-    assert (found >= y.min(0)).all()
-    assert (found <= y.max(0)).all()
+    assert (actual >= y.min(0)).all()
+    assert (actual <= y.max(0)).all()
 
 
 # In the place of RBFSampler.

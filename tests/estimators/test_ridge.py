@@ -129,12 +129,12 @@ def test_a_row_left_out_is_predicted_as_by_a_fit_without_it():
     X, y, _ = rows(40)
     model = RandomFeatureRidge(n_components=20, alpha=0.5, **FIXED).fit(X, y)
     Z = model.features_.transform(X)
-    found = model._solve().leave_one_out(*map(torch.from_numpy, (Z, y[:, None])))[:, 0]
+    actual = model._solve().leave_one_out(*map(torch.from_numpy, (Z, y[:, None])))[:, 0]
     for i, others in enumerate(~np.eye(40, dtype=bool)):
         expected = (
             Ridge(alpha=0.5, solver="cholesky").fit(Z[others], y[others]).predict(Z[i : i + 1])
         )
-        np.testing.assert_allclose(found[i], expected[0], rtol=1e-6)
+        np.testing.assert_allclose(actual[i], expected[0], rtol=1e-6)
 
 
 def test_a_fit_takes_the_scale_of_all_rows_in_any_order():
@@ -180,9 +180,9 @@ def test_rows_may_come_in_any_container(container):
     X, y, labels = rows()
     for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, labels)):
         model = make(n_components=40, random_state=0)  # gamma="scale" is that of all rows
-        found = clone(model).fit(container(X), target).coef_
+        actual = clone(model).fit(container(X), target).coef_
         expected = clone(model).fit(X, target).coef_
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_intervals_cover():
@@ -210,15 +210,15 @@ def test_intervals_cover():
 )
 def test_rows_that_are_repeated_leave_intervals_as_wide(d, alpha, dtype):
     X, y, _ = rows(560, d, dtype=dtype)
-    found = []
+    actual = []
     for times in (1, 2, 10):
         model = RandomFeatureRidge(n_components=200, alpha=alpha, random_state=0)
         model.fit(np.repeat(X[:60], times, 0), np.repeat(y[:60], times))
         mean, std = model.predict(X[60:], return_std=True)
         covered = np.abs(y[60:] - mean) < 1.96 * std
-        found.append((covered.mean(), std.mean()))
-    expected = [found[0]] * 3
-    np.testing.assert_allclose(found, expected, rtol=0.1)
+        actual.append((covered.mean(), std.mean()))
+    expected = [actual[0]] * 3
+    np.testing.assert_allclose(actual, expected, rtol=0.1)
 
 
 @pytest.mark.parametrize("mechanism", ["trig", "oprf"])

@@ -60,11 +60,11 @@ def test_seeds_are_paired(tmp_path):
     for method, values in (("trig", one), ("oprf", two)):
         for seed, value in enumerate(values):
             write_run(tmp_path / method / str(seed), [value], seed=seed, method=method)
-    found, _ = compared(str(tmp_path / "trig"), str(tmp_path / "oprf"))
+    actual, _ = compared(str(tmp_path / "trig"), str(tmp_path / "oprf"))
     expected = stats.ttest_rel(two, one)
-    assert found["seeds"].p == pytest.approx(expected.pvalue)
-    assert found["seeds"].interval == pytest.approx(expected.confidence_interval())
-    assert (found["seeds"].n, found["seeds"].wins) == (3, 3)
+    assert actual["seeds"].p == pytest.approx(expected.pvalue)
+    assert actual["seeds"].interval == pytest.approx(expected.confidence_interval())
+    assert (actual["seeds"].n, actual["seeds"].wins) == (3, 3)
 
 
 def test_overlapping_splits_have_a_wider_interval(tmp_path):
@@ -74,10 +74,10 @@ def test_overlapping_splits_have_a_wider_interval(tmp_path):
         write_run(tmp_path / "a", one),
         write_run(tmp_path / "b", two, method="oprf"),
     ]
-    found, reasons = compared(*places)
+    actual, reasons = compared(*places)
     low, high = stats.ttest_rel(two, one).confidence_interval()
     width = (high - low) * np.sqrt(1 + 4 * 0.05 / 0.9)
-    assert np.ptp(found["splits"].interval) == pytest.approx(width)
+    assert np.ptp(actual["splits"].interval) == pytest.approx(width)
     assert reasons == [
         "seeds: one common seed (0); expected two or more",
         f"examples: {tmp_path / 'a'} has no predictions.csv.gz",
@@ -92,8 +92,8 @@ def test_right_and_wrong_examples_have_the_exact_test(tmp_path):
         write_run(tmp_path / "a", [0.5], predictions=answers(labels, one)),
         write_run(tmp_path / "b", [0.5], predictions=answers(labels, two), method="oprf"),
     ]
-    found, _ = compared(*places)
-    examples = found["examples"]
+    actual, _ = compared(*places)
+    examples = actual["examples"]
     assert examples.p == pytest.approx(stats.binomtest(9, 11).pvalue)
     assert examples.difference == pytest.approx(7 / 30)
     assert (examples.n, examples.wins, examples.losses) == (30, 9, 2)
@@ -114,12 +114,12 @@ def test_word_error_rate_is_that_of_all_words(tmp_path):
         write_run(tmp_path / "a", [0.0], "wer", predictions=rows[0]),
         write_run(tmp_path / "b", [0.2], "wer", predictions=rows[1], method="oprf"),
     ]
-    found, _ = compared(*places)
+    actual, _ = compared(*places)
     words = " ".join(labels).split()
     rate = " ".join(labels[:20]).split().count("one") / len(words)
-    assert found["examples"].difference == pytest.approx(rate, rel=0.05)
-    assert found["examples"].wins < found["examples"].losses
-    assert found["examples"].p < 0.05
+    assert actual["examples"].difference == pytest.approx(rate, rel=0.05)
+    assert actual["examples"].wins < actual["examples"].losses
+    assert actual["examples"].p < 0.05
 
 
 @pytest.mark.parametrize(

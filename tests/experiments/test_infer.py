@@ -67,9 +67,9 @@ def root(tmp_path_factory):
     export(IMAGES, "favorpp m=16", root / "favorpp")
     export(PROTEINS, "favorp m=8", root / "proteins")
     (root / "digits").mkdir()
-    found = images.load()["val"]
+    actual = images.load()["val"]
     for i in range(3):
-        found.read(found.sources[i]).save(root / f"digits/{i}.png")
+        actual.read(actual.sources[i]).save(root / f"digits/{i}.png")
     soundfile.write(root / "a.wav", tone(600, 0.5), 8000)
     return root
 
@@ -171,14 +171,14 @@ def test_segments_are_cut_in_silence_and_cover_everything():
     audio = np.concatenate(
         [tone(500, 2.5) if i % 2 == 0 else np.zeros(4000, np.float32) for i in range(12)]
     )
-    found = list(infer.segments((audio * 2**14).astype(np.int16), 8000, 5.0))
-    assert found[0][0] == 0
-    assert found[-1][1] == len(audio)
-    for a, b in zip(found, found[1:]):
+    actual = list(infer.segments((audio * 2**14).astype(np.int16), 8000, 5.0))
+    assert actual[0][0] == 0
+    assert actual[-1][1] == len(audio)
+    for a, b in zip(actual, actual[1:]):
         assert a[1] == b[0]
-    for start, end in found:
+    for start, end in actual:
         assert 0 < end - start <= 40000
-    for _, end in found[:-1]:
+    for _, end in actual[:-1]:
         assert (audio[end - 400 : end + 400] == 0).all()
 
 
@@ -241,23 +241,28 @@ def test_classes_of_texts_are_those_of_the_loaded_model(texts, called, tmp_path)
     """crt_exp.from_pretrained reads the run; each text is labelled as if it were alone."""
     code, out, err = called(f"run={texts / 'own'}", f"input={texts / 'own.csv'}")
     assert (code, err) == (0, "")
-    found = pd.read_csv(io.StringIO(out))
+    actual = pd.read_csv(io.StringIO(out))
     model = from_pretrained(transformers.AutoModelForSequenceClassification, texts / "own").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(texts / "own/model")
     names = ["green", "old", "red"]
-    assert list(found) == ["text", "label", "predicted", *(f"probability_{name}" for name in names)]
-    for row in found.head(4).itertuples(index=False):
+    assert list(actual) == [
+        "text",
+        "label",
+        "predicted",
+        *(f"probability_{name}" for name in names),
+    ]
+    for row in actual.head(4).itertuples(index=False):
         with torch.no_grad():
             shares = model(**tokenizer(row.text, return_tensors="pt")).logits[0].softmax(-1)
         assert row[3:] == pytest.approx(shares.tolist(), abs=1e-4)
         assert row.predicted == names[shares.argmax()]
-    lines = "\n".join(found.text)
+    lines = "\n".join(actual.text)
     (tmp_path / "lines.txt").write_text(lines)
     again = called(
         f"run={texts / 'own'}", f"input={tmp_path}/lines.txt", f"output={tmp_path}/p.csv"
     )
     assert again[:2] == (0, "")
-    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "p.csv"), found.drop(columns="label"))
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "p.csv"), actual.drop(columns="label"))
 
 
 def test_pairs_of_texts_get_a_score(texts, called):
@@ -273,14 +278,14 @@ def test_each_mask_gets_the_most_probable_tokens(texts, called, tmp_path):
     (tmp_path / "in.txt").write_text("the [MASK] sat on the [MASK] .\n\n[MASK] ran .\n")
     code, out, err = called(f"run={texts / 'masked'}", f"input={tmp_path}/in.txt")
     assert (code, err) == (0, "")
-    found = pd.read_csv(io.StringIO(out))
-    assert found["mask"].tolist() == [1, 2, 1]
+    actual = pd.read_csv(io.StringIO(out))
+    assert actual["mask"].tolist() == [1, 2, 1]
     model = from_pretrained(transformers.AutoModelForMaskedLM, texts / "masked").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(texts / "masked/model")
     with torch.no_grad():
         logits = model(**tokenizer("[MASK] ran .", return_tensors="pt")).logits[0, 1]
     likely = logits.softmax(-1).topk(5)
-    last = found.iloc[2].tolist()
+    last = actual.iloc[2].tolist()
     assert last[2::2] == tokenizer.convert_ids_to_tokens(likely.indices.tolist())
     assert last[3::2] == pytest.approx(likely.values.tolist(), abs=1e-4)
 

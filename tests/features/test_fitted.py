@@ -70,13 +70,13 @@ def test_each_fitted_parameter_lowers_the_mean_log_second_moment(seed):
         OPRF(),
         PosRF(),
     ]
-    found = [moment(phi, x, y) for phi in order]
-    assert found == sorted(found)
-    assert found[-1] > found[0] + 1
+    actual = [moment(phi, x, y) for phi in order]
+    assert actual == sorted(actual)
+    assert actual[-1] > actual[0] + 1
     diagonal = []
     for balanced in (None, False):
         diagonal.append(moment(SDERF(diagonal=True, balance=balanced), x, y))
-    assert found[0] < diagonal[0] < diagonal[1]
+    assert actual[0] < diagonal[0] < diagonal[1]
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,9 @@ def test_angular_hybrid_is_exact_in_float32_where_its_other_base_is_huge():
     y = torch.cat([-x[:100], x[100:]])
     phi = AngularHybrid(n=8)
     noise = phi.noise(16, lambda p: samplers.orthogonal(p.m, 16, seeded(p.m)))
-    found = estimate_pairs(phi, x, y, noise, phi.fit(None))
+    actual = estimate_pairs(phi, x, y, noise, phi.fit(None))
     expected = (x * y).sum(-1).exp()
-    assert_close(found, expected, rtol=2e-5, atol=0)
+    assert_close(actual, expected, rtol=2e-5, atol=0)
 
 
 def test_gaussian_coefficients_are_never_clipped():

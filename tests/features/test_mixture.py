@@ -54,8 +54,8 @@ def test_a_mixture_is_unbiased_whatever_it_was_fitted_to(params, sampler):
     x = 0.5 * normal(1, 3, seed=3) + 0.5
     y = 0.5 * normal(1, 3, seed=4)
     exact = (x * y).sum().exp()
-    found = estimates(x, y, params, 100_000, sampler)
-    error = check_mean(found, exact, errors=4.5)
+    actual = estimates(x, y, params, 100_000, sampler)
+    error = check_mean(actual, exact, errors=4.5)
     assert error < 0.02 * exact
 
 
@@ -65,8 +65,8 @@ def test_one_centre_has_the_closed_form():
     x = 0.4 * normal(1, 3, seed=3)
     y = 0.4 * normal(1, 3, seed=4)
     params = MixtureParams(torch.eye(3, dtype=torch.float64), x + y + 0.3, torch.zeros(1, 1))
-    found = estimates(x, y, params, 100_000, phi=phi)
-    square = (found / (x * y).sum().exp()).square()
+    actual = estimates(x, y, params, 100_000, phi=phi)
+    square = (actual / (x * y).sum().exp()).square()
     expected = torch.tensor(math.exp(3 * 0.09), dtype=torch.float64)
     check_mean(square, expected, errors=4.5)
 
@@ -88,8 +88,8 @@ def test_error_of_several_centres_by_quadrature():
     means = (aim / 2 - own.logsumexp(0) + own).exp().sum(-1) * 0.005
     expected = (aim - own.logsumexp(0)).exp().sum() * 0.005 - means.square().sum()
     exact = (x * y).sum().exp()
-    found = estimates(x, y, params, 200_000, phi=UNBIASED.of_size(3)) / exact
-    square = (found - found.mean()).square()
+    actual = estimates(x, y, params, 200_000, phi=UNBIASED.of_size(3)) / exact
+    square = (actual - actual.mean()).square()
     error = check_mean(square, expected, errors=4.5)
     assert error < 0.012 * expected
 
@@ -156,28 +156,28 @@ def weight_inputs(causal, length=1.0):
 @pytest.mark.parametrize("causal", [False, True])
 def test_each_update_of_a_mixture_lowers_the_divergence_to_the_least(monkeypatch, causal):
     x, y, rows, exact, seen = weight_inputs(causal)
-    found = []
+    actual = []
     for updates in (0, 1, 2, 5, 20, 4000):
         monkeypatch.setattr(mixture, "UPDATES", updates)
         log_weights = mixture.fit_weights(x, y, rows, torch.zeros(1, 5).double(), exact, seen)
-        found.append(float(divergence(log_weights, x, y, rows, exact, seen)))
-    assert found == sorted(found, reverse=True)
-    assert found[-1] < 0.98 * found[0]
+        actual.append(float(divergence(log_weights, x, y, rows, exact, seen)))
+    assert actual == sorted(actual, reverse=True)
+    assert actual[-1] < 0.98 * actual[0]
     for moved in neighbours(log_weights):
-        assert divergence(moved, x, y, rows, exact, seen) > found[-1] - 1e-5
+        assert divergence(moved, x, y, rows, exact, seen) > actual[-1] - 1e-5
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [6.0, 40.0, 1e4])
 def test_weights_are_fitted_to_vectors_of_any_length(monkeypatch, causal, length):
     x, y, rows, exact, seen = weight_inputs(causal, length)
-    found = []
+    actual = []
     for updates in (0, 1, 5, 30):
         monkeypatch.setattr(mixture, "UPDATES", updates)
         log_weights = mixture.fit_weights(x, y, rows, torch.zeros(1, 5).double(), exact, seen)
         assert log_weights.isfinite().all()
-        found.append(float(divergence(log_weights, x, y, rows, exact, seen, least=mixture.TINY)))
-    assert found == sorted(found, reverse=True)
+        actual.append(float(divergence(log_weights, x, y, rows, exact, seen, least=mixture.TINY)))
+    assert actual == sorted(actual, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -369,11 +369,11 @@ def test_a_mixture_of_the_gaussian_kernel():
     x = 0.4 * normal(40, 3)
     params = phi.fit(Statistics.of(x, x))
     assert torch.equal(params.balance, torch.eye(3).double())
-    found = estimates(x[:1], x[1:2], params, 5_000, phi=phi)
+    actual = estimates(x[:1], x[1:2], params, 5_000, phi=phi)
     exact = (-(x[0] - x[1]).square().sum() / 2).exp()
     assert torch.equal(params.balance, torch.eye(3).double())
-    difference = abs(found.mean() - exact)
-    assert difference < 4.5 * found.std() / found.numel() ** 0.5
+    difference = abs(actual.mean() - exact)
+    assert difference < 4.5 * actual.std() / actual.numel() ** 0.5
 
 
 BAD = {

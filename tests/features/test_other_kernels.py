@@ -64,12 +64,12 @@ def test_squared_lengths_of_spectral_rows(phi, d):
     """F of Student's distribution, and a product of two gamma variables."""
     r = np.random.default_rng(0)
     rows = samplers.iid(20_000, d, seeded(), dtype=torch.float64)
-    found = phi.directions(rows).rows().square().sum(1).numpy()
+    actual = phi.directions(rows).rows().square().sum(1).numpy()
     if isinstance(phi, MaternRF):
         expected = d * scipy.stats.f(d, 2 * phi.nu).rvs(20_000, random_state=r)
     else:
         expected = 2 * r.gamma(d / 2, size=20_000) * r.gamma(phi.alpha, size=20_000) / phi.alpha
-    assert scipy.stats.ks_2samp(expected, found).pvalue > 1e-3
+    assert scipy.stats.ks_2samp(expected, actual).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("phi", [MaternRF(), RationalQuadraticRF()], ids=repr)

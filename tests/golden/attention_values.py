@@ -61,7 +61,7 @@ def groups() -> list[str]:
 
 
 def cases(name: str) -> dict:
-    found = {}
+    actual = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for direction, length, engine in product(DIRECTIONS, LENGTHS, DTYPES):
@@ -73,13 +73,13 @@ def cases(name: str) -> dict:
             dtype = DTYPES[engine]
             layer = attempt(_layer, name, DIRECTIONS[direction], length, S, dtype)
             if isinstance(layer, str):
-                found[f"{direction} {length} {engine}"] = layer
+                actual[f"{direction} {length} {engine}"] = layer
                 continue
             for mask in MASKS:
-                found[f"{direction} {length} {engine} {mask}"] = attempt(
+                actual[f"{direction} {length} {engine} {mask}"] = attempt(
                     _outputs, layer, length, S, dtype, _mask(mask, S)
                 )
-    return found
+    return actual
 
 
 def _layer(name: str, sizes: dict, length: int, S: int, dtype):

@@ -44,12 +44,12 @@ def _features(name: str, sampler: str, kernel: str) -> dict:
     params = phi.fit(Statistics.of(x, y))
     fx = phi.phi_q(x, noise, params)
     fy = phi.phi_k(y, noise, params)
-    found = {"width": phi.width(M), "estimate": numbers(fx.exp() @ fy.exp().mT)}
+    actual = {"width": phi.width(M), "estimate": numbers(fx.exp() @ fy.exp().mT)}
     for side, features in (("q", fx), ("k", fy)):
-        found[f"{side} value"] = numbers(torch.as_tensor(features.value))
-        found[f"{side} log_scale"] = numbers(features.log_scale)
+        actual[f"{side} value"] = numbers(torch.as_tensor(features.value))
+        actual[f"{side} log_scale"] = numbers(features.log_scale)
     variance = attempt(phi.log_variance, x[:, :5], y[:, :5], params)
-    return found | {"log_variance": variance if isinstance(variance, str) else numbers(variance)}
+    return actual | {"log_variance": variance if isinstance(variance, str) else numbers(variance)}
 
 
 def _estimators() -> dict:

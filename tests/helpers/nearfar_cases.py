@@ -120,8 +120,8 @@ def retrieved_in_c(x, y, v, keep, sizes, metric):
         gaps = fields["gaps"][z, start:].numpy()
         gaps = gaps[: (gaps == 0).argmax()].astype(int)
         ends = gaps < MAX_GAP
-        found = (gaps - ~ends).cumsum()[ends] - 1
-        positions[z, g, i, : len(found)] = torch.from_numpy(found)
+        actual = (gaps - ~ends).cumsum()[ends] - 1
+        positions[z, g, i, : len(actual)] = torch.from_numpy(actual)
     return positions
 
 
@@ -140,8 +140,8 @@ def retrieved_in_both(x, y, v, sizes, keep=None):
             known = epoch.sets.pool.shape[1]
             member = torch.cat([epoch.sets.pool, unmasked[:, known:far]], 1).unsqueeze(1)
             count = sizes.retrieval_count(epoch.start)
-            found = retrieved_positions(y[:, :far], member, x[:, :, i], count)
-            expected[:, :, i - start, : found.shape[-1]] = found
+            actual = retrieved_positions(y[:, :far], member, x[:, :, i], count)
+            expected[:, :, i - start, : actual.shape[-1]] = actual
     return in_c.sort(-1).values, expected.sort(-1).values
 
 

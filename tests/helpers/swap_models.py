@@ -275,10 +275,10 @@ def build_model(make, scale=4.0, seed=0):
 def inputs(make, length=L, batch=B, seed=0):
     g = seeded(seed)
     if make in IMAGE.values():
-        found = {"pixel_values": torch.randn(batch, 3, 8, 8, generator=g)}
+        actual = {"pixel_values": torch.randn(batch, 3, 8, 8, generator=g)}
         if make is vit_mae:
-            found["noise"] = torch.rand(batch, 4, generator=g)
-        return found
+            actual["noise"] = torch.rand(batch, 4, generator=g)
+        return actual
     return {"input_ids": torch.randint(2, 40, (batch, length), generator=g)}
 
 

@@ -98,11 +98,11 @@ def test_equals_float64(name):
         for t in inputs[1:]:
             t.masked_fill_(~keep.unsqueeze(-1), torch.nan)
     inputs = [t.requires_grad_() for t in inputs]
-    found = near_far.attend(*inputs, sets, sizes, cross=call.cross)
+    actual = near_far.attend(*inputs, sets, sizes, cross=call.cross)
     if keep is not None and not call.cross:  # what padded queries see depends on no law
         grad = grad * keep[:, None, :, None]
-    assert_near([found * (grad != 0)], [out * (grad != 0)])
-    assert_near(gradients(found, inputs, grad), gradients(out, exact, grad))
+    assert_near([actual * (grad != 0)], [out * (grad != 0)])
+    assert_near(gradients(actual, inputs, grad), gradients(out, exact, grad))
 
 
 def cast(sets, dtype):
@@ -221,10 +221,10 @@ def test_a_factor_of_queries_and_keys(dtype):
     def call(x, y, **options):
         return near_far_attention(x, y, v, Sizes(4, 3, 9, True), **options)
 
-    found = []
+    actual = []
     for out in (call(x, y, factor=0.4), call(0.4 * x, 0.4 * y)):
-        found.append([out, *torch.autograd.grad(out, (x, y, v), grad)])
-    assert_close(*found, rtol=1e-4, atol=1e-5)
+        actual.append([out, *torch.autograd.grad(out, (x, y, v), grad)])
+    assert_close(*actual, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("served", [True, False])
@@ -268,8 +268,8 @@ def test_any_strides():
         lambda t: t.mT.contiguous().mT,
     ]
     for layout in layouts:
-        found = attended(layout(x), layout(y), layout(v), ones)
-        assert_near(found, expected, 1e-6)
+        actual = attended(layout(x), layout(y), layout(v), ones)
+        assert_near(actual, expected, 1e-6)
 
 
 def test_large_shifts_and_long_vectors():
@@ -371,13 +371,13 @@ def test_another_sequence_by_known_moments():
     queries, keys = torch.randn(2, 4, 40, 8, generator=g)
     metric = KeyMetric.fit(queries + 0.3, keys, None, None)
     options = {"cross": True, "metric": metric, "key_mask": keep}
-    found = []
+    actual = []
     for dtype in (torch.float32, torch.float64):
         inputs = [t.to(dtype).requires_grad_() for t in (x, y, v)]
         out = near_far_attention(*inputs, Sizes(8, 3, 9, True), **options)
-        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    assert_near(*found, tolerance=5e-5)
-    assert not found[0][0][1].any()
+        actual.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    assert_near(*actual, tolerance=5e-5)
+    assert not actual[0][0][1].any()
 
 
 # ---- under the sanitisers of gcc, at odd shapes: forward, backward and token by token

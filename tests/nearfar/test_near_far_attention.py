@@ -116,8 +116,8 @@ def test_derivatives_under_transforms(causal):
         return near_far_attention(*t, Sizes(3, 2, 3, open=2), causal=causal).square().sum()
 
     expected = torch.autograd.grad(call(*inputs), inputs)
-    found = torch.func.grad(call, (0, 1, 2))(*inputs)
-    for ours, theirs in zip(found, expected):
+    actual = torch.func.grad(call, (0, 1, 2))(*inputs)
+    for ours, theirs in zip(actual, expected):
         assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 

@@ -102,12 +102,12 @@ def test_mean_below_a_threshold_is_that_of_a_truncated_normal_law(sd):
     """log of the mean of e^l over l < threshold, l normal with mean 1."""
     for threshold in (-3.0, 0.9, 1.1, 5.0):
         mu = torch.tensor(1.0, dtype=torch.float64)
-        found = retrieval.log_mean_below(mu, torch.tensor(sd).double(), torch.tensor(threshold))
+        actual = retrieval.log_mean_below(mu, torch.tensor(sd).double(), torch.tensor(threshold))
         expected = min(1.0, threshold)
         if sd > 0:
             t = (threshold - 1.0) / sd
             expected = 1.0 + sd**2 / 2 + log_ndtr(t - sd) - log_ndtr(t)
-        assert float(found) == pytest.approx(expected, abs=2e-6)
+        assert float(actual) == pytest.approx(expected, abs=2e-6)
 
 
 def test_a_part_that_is_computed_again_in_the_backward_pass(monkeypatch):

@@ -69,8 +69,8 @@ def test_with_all_keys_read_it_is_exact_at_any_scale(engine):
     all_keys = SMALL._replace(open=S)
     expected = gradients(*draw_inputs(), 1, lambda *t: exact_attention(*t, causal=True))
     for scale in (1e-3, 1.0, 1e3):
-        found = gradients(*draw_inputs(), scale, lambda *t: attend(*t, all_keys))
-        for ours, own in zip(found, expected):
+        actual = gradients(*draw_inputs(), scale, lambda *t: attend(*t, all_keys))
+        for ours, own in zip(actual, expected):
             assert (ours - own).norm() < 1e-4 * own.norm(), scale
 
 

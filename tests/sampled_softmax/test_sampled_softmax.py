@@ -510,8 +510,8 @@ def test_transforms_of_functions_give_the_gradients_of_autograd(phi, head, queri
     def loss(h):
         return (torch.manual_seed(3), softmax(h, targets))[1]
 
-    found = torch.func.grad(loss)(queries)
-    assert_close(found, *torch.autograd.grad(loss(queries.requires_grad_()), queries))
+    actual = torch.func.grad(loss)(queries)
+    assert_close(actual, *torch.autograd.grad(loss(queries.requires_grad_()), queries))
 
 
 # ---- measuring tasks
@@ -520,14 +520,14 @@ def test_transforms_of_functions_give_the_gradients_of_autograd(phi, head, queri
 def test_gradients_of_exact_proposals_are_unbiased_and_those_of_uniform_ones_are_not():
     methods = ["uniform", "exact", "favorpp m=16", "favorpp m=16 flatter=2", "quadratic"]
     task = SampledGradients(methods, 500, 4.0, 16, 100)
-    found = {}
+    actual = {}
     for row in task.rows(None, 0):
-        found[row["method"]] = row
-    assert abs(found["exact"]["bias_sq"]) < 1e-3 < found["uniform"]["bias_sq"]
+        actual[row["method"]] = row
+    assert abs(actual["exact"]["bias_sq"]) < 1e-3 < actual["uniform"]["bias_sq"]
     assert (
-        found["exact"]["variance"]
-        < found["favorpp m=16"]["variance"]
-        < found["uniform"]["variance"]
+        actual["exact"]["variance"]
+        < actual["favorpp m=16"]["variance"]
+        < actual["uniform"]["variance"]
     )
 
 

@@ -285,9 +285,9 @@ def test_projection_is_float32_at_least(draw):
     """And of rows in float32, not rounded under autocast."""
     x = torch.randn(2, 8, generator=seeded()).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = draw.project(x)
+        actual = draw.project(x)
     expected = x.float() @ draw.rows().mT
-    assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_inference_first_then_training():

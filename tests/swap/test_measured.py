@@ -77,13 +77,13 @@ def within(factor, found, true):
 )
 def test_measured_error_is_that_of_other_batches(mode, phi, std):
     layer = layer_of(phi, 64, mode, kv_heads=2)
-    found = calibrated(layer, qkv(std, 1, 2), qkv(std, 2, 2))
+    actual = calibrated(layer, qkv(std, 1, 2), qkv(std, 2, 2))
     q, k, v = qkv(std, 3, 2)
     exact = softmax_attention(q * layer.scale, k * layer.scale, v, causal=layer.causal)
     error = relative(layer(q, k, v), exact)
-    assert within(1.2, found.relative_error, error)
+    assert within(1.2, actual.relative_error, error)
     uniform = relative(uniform_attention(q, k, v, causal=layer.causal), exact)
-    assert within(1.2, found.relative_uniform, uniform)
+    assert within(1.2, actual.relative_uniform, uniform)
 
 
 @pytest.mark.parametrize("mode", ["own", "causal", "cross"])
@@ -155,15 +155,15 @@ def test_measuring_leaves_the_layer_as_it_is():
 def test_requested_matrices_are_not_measured():
     """need_weights, the default, puts unit vectors behind the values."""
     x = torch.randn(2, 30, 16)
-    found = []
+    actual = []
     for need in (False, True):
         torch.manual_seed(0)
         module = nn.MultiheadAttention(16, 4, batch_first=True)
         swap_attention(module, "favorpp", m=64)
         batch = {"query": x, "key": x, "value": x, "need_weights": need}
         table = describe_attention(calibrate_attention(module, [batch]))
-        found.append(table[["error on calibration", "uniform's error"]].iloc[0].tolist())
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
+        actual.append(table[["error on calibration", "uniform's error"]].iloc[0].tolist())
+    assert actual[0] == pytest.approx(actual[1], rel=1e-4)
 
 
 # ---- of whole models

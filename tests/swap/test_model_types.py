@@ -290,11 +290,11 @@ def test_refused_at_the_swap_with_the_reason(name):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_no_model_type_is_wrong(library):
     exact = {*FAST[library], *SLOW.get(library, [])}
-    found = {}
+    actual = {}
     for name in {*LIBRARIES[library][0](), *exact}:
-        found[name] = judge(library, name)
-    assert not {name: why for name, (outcome, why) in found.items() if outcome == "wrong"}
-    assert not {name: found[name] for name in exact if found[name][0] != "exact"}
+        actual[name] = judge(library, name)
+    assert not {name: why for name, (outcome, why) in actual.items() if outcome == "wrong"}
+    assert not {name: actual[name] for name in exact if actual[name][0] != "exact"}
 
 
 def test_attention_over_layers_or_channels_is_refused():
@@ -356,9 +356,9 @@ def test_layers_that_run_twice_keep_the_keys_of_each_time(name):
 @pytest.mark.parametrize("implementation", [None, "eager"])
 @pytest.mark.parametrize("name", [*MIXED, "bart", "bert", "llama"])
 def test_unswapped_layers_are_unchanged(name, implementation):
-    found = list(judge_partly(name, implementation))
-    assert found
-    assert not [case for case in found if not case[-1] < EXACT]
+    actual = list(judge_partly(name, implementation))
+    assert actual
+    assert not [case for case in actual if not case[-1] < EXACT]
 
 
 @pytest.mark.parametrize("name, plain", [("gemma3_text", "sdpa"), ("mimo_v2_flash", "eager")])

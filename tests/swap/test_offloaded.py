@@ -31,16 +31,16 @@ def places(model):
     layer = next(
         path for path, _ in model.named_modules() if path.endswith(("layers.1", "layer.1"))
     )
-    found = {layer: "disk"}
+    actual = {layer: "disk"}
     before = ""
     for name in layer.split("."):
         others = []
         for child, _ in model.get_submodule(before).named_children():
             if child != name:
                 others.append(child)
-        found |= {f"{before}.{child}".lstrip("."): "cpu" for child in others}
+        actual |= {f"{before}.{child}".lstrip("."): "cpu" for child in others}
         before = f"{before}.{name}".lstrip(".")
-    return found
+    return actual
 
 
 def dispatched(model, folder, tmp_path):

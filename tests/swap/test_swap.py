@@ -177,7 +177,7 @@ def test_gradients_reach_every_parameter(make):
 
 @pytest.mark.parametrize("make", [bert, llama])
 def test_activation_checkpointing_gives_the_same_gradients(make):
-    found = []
+    actual = []
     for checkpointed in (False, True):
         model = swapped(make, redraw_every=1).train()
         if checkpointed:
@@ -188,8 +188,8 @@ def test_activation_checkpointing_gives_the_same_gradients(make):
             out = run(model, **inputs(make, seed=step))
             out.square().mean().backward()
             grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        found.append(grads)
-    assert_close(found[0], found[1], rtol=0, atol=0)
+        actual.append(grads)
+    assert_close(actual[0], actual[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def left_padded(ids):
 def test_a_window_generates_with_a_bounded_cache(options):
     """The first block, and the last one or two."""
     model = swap_attention(build_model(llama), "window", block=4, first=2)
-    found, expected = generated(model, tokens(21), **options)
-    assert torch.equal(found, expected)
+    actual, expected = generated(model, tokens(21), **options)
+    assert torch.equal(actual, expected)
 
 
 @torch.no_grad()
@@ -88,10 +88,10 @@ def test_a_window_with_padded_rows_stores_all_keys():
     ids = tokens(21)
     mask = left_padded(ids)
     options = {"max_new_tokens": 8, "do_sample": False}
-    found = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
-    assert not recurrent(found.past_key_values)
+    actual = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
+    assert not recurrent(actual.past_key_values)
     expected = model.generate(ids, attention_mask=mask, use_cache=False, **options)
-    assert torch.equal(found.sequences, expected)
+    assert torch.equal(actual.sequences, expected)
 
 
 @torch.no_grad()

@@ -150,12 +150,12 @@ def test_padding_of_the_encoder_counts_nowhere(make):
         3,
         L,
     ):  # as many queries as keys: the padding of keys must not be taken for one of queries
-        found = []
+        actual = []
         for batch in (cut, padded):
             batch["decoder_input_ids"] = tokens(B, length, 3)
             model = calibrate_attention(swap_attention(build(make), "geom_plus", m=16), [batch])
-            found.append(run(model, batch))
-        assert_close(*found, rtol=1e-9, atol=1e-9)
+            actual.append(run(model, batch))
+        assert_close(*actual, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

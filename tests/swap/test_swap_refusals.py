@@ -195,11 +195,11 @@ def test_a_model_of_a_swapped_configuration_that_is_not_swapped_is_refused():
 
 def warnings_of(call):
     """(file, line of code, message) of each warning."""
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as actual:
         warnings.simplefilter("always")
         call()
     lines = []
-    for warning in found:
+    for warning in actual:
         line = linecache.getline(warning.filename, warning.lineno).strip()
         lines.append((warning.filename, line, str(warning.message)))
     return lines
@@ -243,26 +243,26 @@ def test_warnings_have_the_words_and_the_line_of_the_user():
     for name in ("favorpp", "favorsharp", "favormix"):
         for call in (cached, called):
             model = swap_attention(build_model(llama), f"{name} m=4")
-            found = []
+            actual = []
             for warning in warnings_of(call):
                 if "no statistics" in warning[-1]:
-                    found.append(warning)
-            assert found, found
-            for file, line, message in found:
-                assert message.startswith(f"{name}: no stat"), found
-                assert file == __file__, found
-                assert line.startswith("model"), found
+                    actual.append(warning)
+            assert actual, actual
+            for file, line, message in actual:
+                assert message.startswith(f"{name}: no stat"), actual
+                assert file == __file__, actual
+                assert line.startswith("model"), actual
     cases = (
         (calibrated, "further"),
         (swaps, "unsupported"),
         (unreached, "not called"),
     )
     for call, message in cases:
-        found = []
+        actual = []
         for warning in warnings_of(call):
             if message in warning[-1]:
-                found.append(warning)
-        assert found, (message, found)
-        for file, line, _ in found:
-            assert file == __file__, (message, found)
+                actual.append(warning)
+        assert actual, (message, actual)
+        for file, line, _ in actual:
+            assert file == __file__, (message, actual)
             assert line in inspect.getsource(call)

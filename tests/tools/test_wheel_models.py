@@ -191,11 +191,11 @@ def test_whisper_of_ctranslate2_computes_what_that_of_transformers_does(tmp_path
     models[1].load_state_dict(state)
     heard = torch.randn(1, 8, 24)
     asked = torch.tensor([[1, 7, 4]])
-    expected, found = (
+    expected, actual = (
         model(input_features=heard, decoder_input_ids=asked).logits for model in models
     )
     assert sizes == WHISPER
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 DINOV2 = {

@@ -68,17 +68,17 @@ def refusal(*arguments, **options):
 @pytest.mark.parametrize(("name", "split"), PARTS)
 def test_official_layout(name, split, tmp_path):
     write(tmp_path, name, split)
-    found = load(name, split, tmp_path)
+    actual = load(name, split, tmp_path)
     task = TASKS[name]
     expected = []
     for column in task.columns:
         expected.append([f'{column}" {i}' for i in range(7)])
-    assert found.texts == expected
+    assert actual.texts == expected
     if task.names:
         classes = [i % len(task.names) for i in range(7)]
     else:
         classes = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    assert found.labels == classes
+    assert actual.labels == classes
 
 
 @pytest.mark.parametrize("name", ["cola", "rte"])

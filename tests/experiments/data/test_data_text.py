@@ -160,17 +160,17 @@ def test_sets_of_the_hub(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     file = tmp_path / "a.txt"
     file.write_text("\n\n".join(SENTENCES))
-    found = hub_text(hub_options(file))
-    assert [*lines_of(found)] == SENTENCES
+    actual = hub_text(hub_options(file))
+    assert [*lines_of(actual)] == SENTENCES
     assert (
-        running_blocks(found, tokenizer, 7, tmp_path / "cache")
+        running_blocks(actual, tokenizer, 7, tmp_path / "cache")
         == running_blocks(file, tokenizer, 7)
     ).all()
     assert "task.hub.column=body: expected a column" in refused(
         hub_text, hub_options(file) | {"column": "body"}
     )
     file.write_text("another")
-    assert hub_text(hub_options(file)) != found
+    assert hub_text(hub_options(file)) != actual
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     assert "network" in refused(hub_text, hub_options(None) | {"name": "someone/some-text"})
 
@@ -286,10 +286,10 @@ def test_a_vocabulary_without_a_mask_or_a_start_is_refused(vocabulary):
 
 @pytest.mark.parametrize("kind", [generator_of, np.random.default_rng])
 def test_uniforms_are_independent_by_row(kind):
-    found = uniforms(map(kind, range(4)), 500)
-    assert found.shape == (3, 4, 500)
-    assert 0 <= found.min() < found.max() < 1
-    assert (found == uniforms(map(kind, range(4)), 500)).all()
-    assert abs(found.mean() - 0.5) < 0.03
-    difference = abs(np.corrcoef(found.reshape(12, 500)) - np.eye(12)).max()
+    actual = uniforms(map(kind, range(4)), 500)
+    assert actual.shape == (3, 4, 500)
+    assert 0 <= actual.min() < actual.max() < 1
+    assert (actual == uniforms(map(kind, range(4)), 500)).all()
+    assert abs(actual.mean() - 0.5) < 0.03
+    difference = abs(np.corrcoef(actual.reshape(12, 500)) - np.eye(12)).max()
     assert difference < 0.2

@@ -142,12 +142,12 @@ def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
         image = Image.fromarray(grey).convert(mode)
     options = {"quality": 100} if suffix in ("jpg", "webp") else {}
     image.save(path, **options)
-    found = images.read_image(path)
-    assert found.mode == "RGB"
-    assert found.size == (16, 16)
-    difference = np.abs(np.asarray(found, int) - grey[..., None]).max()
+    actual = images.read_image(path)
+    assert actual.mode == "RGB"
+    assert actual.size == (16, 16)
+    difference = np.abs(np.asarray(actual, int) - grey[..., None]).max()
     assert difference <= tolerance
-    difference = abs(np.asarray(found, float).mean() - grey.mean())
+    difference = abs(np.asarray(actual, float).mean() - grey.mean())
     assert difference < 4
 
 
@@ -188,9 +188,9 @@ def test_transparent_pixels_become_white(mode, suffix, by_name, tmp_path):
         expected = np.full((32, 32), 255)
         expected[box[1] : box[3], box[0] : box[2]] = 9 if mode == "P" else 0
         source = path if by_name else (path.read_bytes(), "name")
-        found = images.read_image(source)
-        assert found.mode == "RGB"
-        assert (np.asarray(found) == expected[..., None]).all()
+        actual = images.read_image(source)
+        assert actual.mode == "RGB"
+        assert (np.asarray(actual) == expected[..., None]).all()
 
 
 def test_half_transparent_pixels_become_lighter(tmp_path):
@@ -372,16 +372,16 @@ def test_a_set_of_the_hub_has_the_images_of_its_files(kind, shards, tmp_path):
             files[split] = str(tmp_path / f"{split}.parquet")
             rows.to_parquet(files[split])
         hub = HUB | {"name": "parquet", "data_files": files}
-    found = images.load_hub(hub)
-    for part in found.values():
+    actual = images.load_hub(hub)
+    for part in actual.values():
         assert len(part) == 12
         assert part.classes == names
         for i, label in enumerate(part.labels):
             image = np.asarray(part.read(part.sources[i]))
             numbers = [np.asarray(picture(label, number)) for number in range(60)]
             assert any(np.array_equal(image, number) for number in numbers)
-    alone = batches(found["train"], Plan(4, seed=3))
-    assert same(batches(found["train"], Plan(4, seed=3, start=1), 2), alone[1:])
+    alone = batches(actual["train"], Plan(4, seed=3))
+    assert same(batches(actual["train"], Plan(4, seed=3, start=1), 2), alone[1:])
 
 
 def png_of(label, number):

@@ -212,12 +212,12 @@ def test_a_wav_whose_header_states_a_size_beyond_the_file_is_truncated(tmp_path)
 
 
 def test_random_intervals_reach_both_ends_and_their_share():
-    found = np.concatenate(
+    actual = np.concatenate(
         [speech.random_intervals(np.random.default_rng(i), 2, 0.25, 40) for i in range(200)]
     )
-    widths = found[:, 1] - found[:, 0]
-    assert found.min() == 0
-    assert found.max() == 40
+    widths = actual[:, 1] - actual[:, 0]
+    assert actual.min() == 0
+    assert actual.max() == 40
     assert widths.min() == 0
     assert widths.max() == 10
 
@@ -395,9 +395,9 @@ def test_tables_of_every_kind_give_the_same(name, folder):
 def test_splits_by_hash_do_not_depend_on_the_others(folder):
     names = [f"{i}.wav" for i in range(1000)]
     (folder / "t.csv").write_text("\n".join(["audio,text", *(f"./{name},x" for name in names)]))
-    found = speech.read_table(folder / "t.csv").split.tolist()
-    assert found == [speech.by_hash(name) for name in names]
-    counts = [found.count(split) for split in ("train", "validation", "test")]
+    actual = speech.read_table(folder / "t.csv").split.tolist()
+    assert actual == [speech.by_hash(name) for name in names]
+    counts = [actual.count(split) for split in ("train", "validation", "test")]
     assert 750 < counts[0] < 850
     assert min(counts) > 70
 

@@ -241,9 +241,9 @@ def test_a_stopped_process_leaves_no_half_written_array(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(np, "save", stop)
         cached(tmp_path / "cache", some_arrays, "key")
-    found = cached(tmp_path / "cache", some_arrays, "key")["tokens"]
-    assert found.tolist() == [*range(5)]
-    assert isinstance(found, np.memmap)
+    actual = cached(tmp_path / "cache", some_arrays, "key")["tokens"]
+    assert actual.tolist() == [*range(5)]
+    assert isinstance(actual, np.memmap)
 
 
 def test_damage_and_folders_that_cannot_be_written_are_refused(tmp_path):

@@ -26,14 +26,14 @@ for steps in (0, 3, 4, 5):
 
 
 def above(method, seed=0):
-    found = [
+    actual = [
         row
         for row in AdaptPretrained(**LANGUAGE).rows(Mechanism.parse(method), seed)
         if "text" in row
     ]
-    for row in found:
+    for row in actual:
         assert len(row["above"]) == 2
-    return {(row["text"], row["step"]): row["above"] for row in found}
+    return {(row["text"], row["step"]): row["above"] for row in actual}
 
 
 def test_a_language_model_at_each_step(reader):

@@ -86,10 +86,10 @@ def test_losses_of_images_are_those_of_their_definition():
     assert list(bare.timed) == [17]  # 16 patches and a token
     own = model(x[3:4])
     window = Mechanism.of("window", block=4, first=1)
-    found = labelled.losses(window)["loss"][3]
+    actual = labelled.losses(window)["loss"][3]
     divergence = bare.losses(window)["loss"][3] - bare.losses(None)["loss"][3]
     swapped = swap_attention(model, "window", block=4, first=1)(x[3:4])
-    assert found == pytest.approx(float(cross_entropy(swapped, labels[3:4])), abs=1e-5)
+    assert actual == pytest.approx(float(cross_entropy(swapped, labels[3:4])), abs=1e-5)
     expected = kl_div(
         swapped.log_softmax(-1), own.log_softmax(-1), log_target=True, reduction="sum"
     )
@@ -309,14 +309,14 @@ def test_the_sentence_follows_the_numbers():
     near = row("nearfar preset=cheap", 0.004)
     far = row("favorpp", 0.4, ms=(1, 1, 1))
     window = row("window", 0.001, repeated=0.5, ms=(1, 2, 3))
-    found = advice_of(far, near, window)
-    assert found.chosen is near
-    assert found.sentence == (
+    actual = advice_of(far, near, window)
+    assert actual.chosen is near
+    assert actual.sentence == (
         "Use nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats and 0.0000 ± 0.0010 nats on "
         "repeated passages at 512 tokens, and a pass is 2.00 times as fast; below 512 tokens "
         "keep exact."
     )
-    assert found.code == 'swap_attention(model, "nearfar preset=cheap")'
+    assert actual.code == 'swap_attention(model, "nearfar preset=cheap")'
     slow = advice_of(row("nearfar", 0.004, ms=(9, 18, 40)))
     assert slow.chosen is None
     assert "its speed is 0.80 times that of exact" in slow.sentence
@@ -339,23 +339,23 @@ def test_the_sentence_follows_the_numbers():
 
 def test_a_control_on_too_few_samples_asks_for_more_time():
     control = Row("uniform", 4.0, 6.5, samples=2)
-    found = Advice([Row("exact", 0.0, 0.0), control], 64, 8, 2.0, None, 0.02)
-    assert found.chosen is None
-    assert "the time allowed 2 of 8 texts" in found.sentence
-    assert "Increase minutes" in found.sentence
+    actual = Advice([Row("exact", 0.0, 0.0), control], 64, 8, 2.0, None, 0.02)
+    assert actual.chosen is None
+    assert "the time allowed 2 of 8 texts" in actual.sentence
+    assert "Increase minutes" in actual.sentence
 
 
 def test_non_finite_and_exact_attention_are_never_recommended():
     """Attention whose loss is not finite, and exact attention under another name: it is not faster, but the same."""
-    found = advice_of(row("favorpp", math.nan), row("window", 0.5))
-    assert "the closest, window, costs 0.5000" in found.sentence
-    assert "not finite" in str(found)
-    assert "nan" not in str(found)
+    actual = advice_of(row("favorpp", math.nan), row("window", 0.5))
+    assert "the closest, window, costs 0.5000" in actual.sentence
+    assert "not finite" in str(actual)
+    assert "nan" not in str(actual)
     same = row("nearfar", 0.0, 0.0, ms=(1, 4, 16), exact_to=2048)
     near = row("favorpp", 0.001, ms=(1, 5, 20))
-    found = advice_of(same)
-    assert found.chosen is None
-    assert found.notes == ["nearfar computes exact attention at 512 tokens."]
+    actual = advice_of(same)
+    assert actual.chosen is None
+    assert actual.notes == ["nearfar computes exact attention at 512 tokens."]
     assert advice_of(same, near).chosen is near
 
 
@@ -367,9 +367,9 @@ def test_a_copying_model_is_judged_on_repeated_passages():
         "repeated": 0.1,
         "uniform": (-0.6, 4.6),
     }
-    found = advice_of(forgets, keeps, **copying)
-    assert found.chosen is keeps
-    assert "on repeated passages" in found.sentence
+    actual = advice_of(forgets, keeps, **copying)
+    assert actual.chosen is keeps
+    assert "on repeated passages" in actual.sentence
     assert advice_of(forgets, **copying).chosen is None
 
 

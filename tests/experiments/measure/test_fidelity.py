@@ -137,11 +137,11 @@ def test_causal_layers_are_fitted_to_the_training_text(folder):
 def test_the_error_of_a_layer_is_that_of_its_own_tensors(folder):
     """Those of the exact model: errors of earlier layers do not add up."""
     source = subject(folder, "llama")
-    found = source.errors(Mechanism.of("uniform"))
+    actual = source.errors(Mechanism.of("uniform"))
     for layer, call in enumerate(source.calls[2]):
         uniform = uniform_attention(call.q, call.k, call.v, causal=True)
         error = (uniform - call.recorded).norm() / call.recorded.norm()
-        assert found["attention"][2, layer] == pytest.approx(float(error), rel=1e-5)
+        assert actual["attention"][2, layer] == pytest.approx(float(error), rel=1e-5)
 
 
 def test_a_run_and_its_rows(folder, typed, tmp_path):

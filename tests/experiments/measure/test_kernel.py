@@ -300,13 +300,13 @@ def test_variances_of_pairs_are_those_of_the_closed_forms():
             z = (record["sigma"] * (x + y)).square().sum(-1)
             apart = (record["sigma"] * (x - y)).square().sum(-1)
             pairs = variance(z, apart).log()
-            found = [
+            actual = [
                 record["log_variance"],
                 record["log_variance_std"],
                 *record.get("of_pairs", pairs),
             ]
             expected = [pairs.mean(), pairs.std(), *pairs]
-            np.testing.assert_allclose(found, expected, rtol=1e-6)
+            np.testing.assert_allclose(actual, expected, rtol=1e-6)
         assert ["of_pairs" in record for record in records] == [False, True]
 
 

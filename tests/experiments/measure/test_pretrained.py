@@ -27,8 +27,8 @@ def nothing_is_kept():
 
 def read(arm, kind, length=512, seed=0):
     task = pretrained.SwapText("", kind, length, 2, "train")
-    [found] = task.rows(replace(Mechanism.parse(arm), seed=seed), seed)
-    return found
+    [actual] = task.rows(replace(Mechanism.parse(arm), seed=seed), seed)
+    return actual
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,8 +170,8 @@ def test_near_far_attention_finds_the_far_key():
     near = "nearfar block=32 heavy=16 open=128"
     exact = "nearfar open=1 exact_until=512"
     task = FarKey(512, **FAR | {"methods": [near, exact, "uniform"]})
-    found = {row["method"]: row["error"] for row in task.rows(None, 0)}
-    assert found[exact] < 1e-5 < found[near] < 0.2 < found["uniform"]
+    actual = {row["method"]: row["error"] for row in task.rows(None, 0)}
+    assert actual[exact] < 1e-5 < actual[near] < 0.2 < actual["uniform"]
 
 
 # ---- a model that copies
@@ -226,16 +226,16 @@ def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
     assert half.all()  # the second half repeats the first
 
     def losses(attention, baseline=None):
-        [found] = SwapCopying("", 160, baseline).rows(Mechanism.parse(attention), 0)
-        assert found["gain"] == found["new"] - found["copied"]
-        return found
+        [actual] = SwapCopying("", 160, baseline).rows(Mechanism.parse(attention), 0)
+        assert actual["gain"] == actual["new"] - actual["copied"]
+        return actual
 
     exact = losses("exact")
-    for found in (
+    for actual in (
         losses("nearfar"),
         *(losses("exact", each) for each in ("largest keys=160", "pages keys=160")),
     ):
         for kind in exact:
-            assert np.allclose(found[kind], exact[kind], atol=1e-5)
+            assert np.allclose(actual[kind], exact[kind], atol=1e-5)
     assert losses("uniform")["new"] != exact["new"]
     assert losses("exact") == exact

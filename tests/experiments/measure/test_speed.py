@@ -53,15 +53,15 @@ def test_chunked_attention_is_causal_attention(length):
     x, y, v, out = (
         torch.randn(1, 2, length, 4, generator=g, dtype=torch.float64) for _ in range(4)
     )
-    found = []
+    actual = []
     for method in (
         chunked(noise.rows().double(), chunk=8),
         lambda x, y, v: attention_reference(x, y, v, PosRF(), noise, causal=True),
     ):
         given = [t.clone().requires_grad_() for t in (x, y, v)]
         result = method(*given)
-        found.append([result, *torch.autograd.grad(result, given, out)])
-    for ours, reference in zip(*found):
+        actual.append([result, *torch.autograd.grad(result, given, out)])
+    for ours, reference in zip(*actual):
         torch.testing.assert_close(ours, reference, rtol=1e-7, atol=1e-9)
 
 
@@ -122,14 +122,14 @@ def test_a_whole_model_is_timed_and_measured(saved, one_thread, name, length):
     model = str(saved / name)
     methods = ["exact", "nearfar", "favorpp m=8", "window"]
     task = Speed("pretrained", [length], 1, methods, model=model)
-    found = [*task.rows(None, 0)]
-    assert [row["method"] for row in found] == methods
-    for row in found:
+    actual = [*task.rows(None, 0)]
+    assert [row["method"] for row in actual] == methods
+    for row in actual:
         assert row["training"] > 0 < row["inference"]
     for method in methods:
         work = pretrained_work(model, method, length)
-        found = {state.mechanism for state in swapped_states(work.model)}
-        assert found == (set() if method == "exact" else {method.split()[0]})
+        actual = {state.mechanism for state in swapped_states(work.model)}
+        assert actual == (set() if method == "exact" else {method.split()[0]})
         assert not work.forward().isnan()
     [row] = Memory("pretrained", length, "window", model).rows(None, 0)
     assert row["mib"] >= 0

@@ -192,11 +192,11 @@ def test_masks_set_their_bands_and_spans_to_the_mean():
     x = torch.ones(2, 6, 5)
     bands = torch.tensor([[[1, 3]], [[0, 0]]])
     spans = torch.tensor([[[0, 0]], [[4, 6]]])
-    found = apply_spec_augment(x, bands, spans)
-    assert (found[0, :, 1:3] == 0).all()
-    assert found[0].sum() == 18
-    assert (found[1, 4:] == 0).all()
-    assert found[1].sum() == 20
+    actual = apply_spec_augment(x, bands, spans)
+    assert (actual[0, :, 1:3] == 0).all()
+    assert actual[0].sum() == 18
+    assert (actual[1, 4:] == 0).all()
+    assert actual[1].sum() == 20
 
 
 # ---- losses and searches by their definitions --------------------------------------------------------------
@@ -283,9 +283,9 @@ def test_greedy_search_takes_the_best_symbol_at_each_step():
     model = quieter(model_of()).eval()
     batch = batch_of()
     with torch.no_grad():
-        _, found = model(batch["audio"], batch["samples"], search=greedy)
+        _, actual = model(batch["audio"], batch["samples"], search=greedy)
         encoded, lengths = model.encoder(batch["audio"], batch["samples"])
-        for i, hypothesis in enumerate(found):
+        for i, hypothesis in enumerate(actual):
             symbols = []
             frames = []
             t = 0
@@ -310,9 +310,9 @@ def test_an_untrained_model_comes_to_an_end():
     model = model_of().eval()
     with torch.no_grad():
         model.joiner.out.bias[0] = 100.0  # always says something
-    _, (found,) = model(**alone(batch_of(), 2), search=greedy)
-    assert set(found.symbols) == {0}
-    assert len(found.symbols) == 8 * encoder_frames(2400, RATE)
+    _, (actual,) = model(**alone(batch_of(), 2), search=greedy)
+    assert set(actual.symbols) == {0}
+    assert len(actual.symbols) == 8 * encoder_frames(2400, RATE)
 
 
 # ---- sizes, attention, precision ---------------------------------------------------------------------------

@@ -142,15 +142,15 @@ def test_symbol_by_symbol_is_the_parallel_pass(name, positions):
 @pytest.mark.parametrize("name", ["exact", "favorpp", "reformer", "nearfar"])
 def test_checkpointing_changes_no_output_and_no_gradient(name):
     """Dropout and running statistics included."""
-    found = []
+    actual = []
     for again in (False, True):
         model = model_of(name, checkpointing=again, dropout=0.2).train()
         torch.manual_seed(3)
         for _ in range(2):
             out = model(tokens())
             out.square().mean().backward()
-        found.append((out, [p.grad for p in model.parameters()], list(model.buffers())))
-    for one, two in zip(*found):
+        actual.append((out, [p.grad for p in model.parameters()], list(model.buffers())))
+    for one, two in zip(*actual):
         assert_close(one, two, rtol=0, atol=0)
 
 
@@ -207,8 +207,8 @@ def test_symbols_are_drawn_by_the_chances_of_the_parallel_pass(name):
     """Each is what the same generator draws from the logits of the whole sequence at its place."""
     model = calibrated(name)
     choice = TokenChoice(0.8, top_p=0.9)
-    found = generate(model, PROMPT, 20, choice, [3, 4], never=[0])
-    for seed, row in zip([3, 4], found):
+    actual = generate(model, PROMPT, 20, choice, [3, 4], never=[0])
+    for seed, row in zip([3, 4], actual):
         whole = model(torch.cat([PROMPT, torch.tensor(row)])[None])[0, 2:-1]
         whole[:, 0] = -torch.inf
         assert len(row) == 20

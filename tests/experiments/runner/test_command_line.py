@@ -42,7 +42,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("args, message", MISTAKES.items(), ids=map(ascii, MISTAKES))
 def test_a_mistake_is_answered_with_what_to_type(args, message):
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as actual:
         check_command_line(args.split())
-    assert message in str(found.value)
-    assert "\n" not in str(found.value)
+    assert message in str(actual.value)
+    assert "\n" not in str(actual.value)

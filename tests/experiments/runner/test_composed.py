@@ -42,7 +42,7 @@ def required(overrides: tuple[str, ...]) -> list[str]:
 @pytest.fixture(scope="module")
 def configurations():
     """The configuration of each, and the nodes that a `_target_` is built of by group."""
-    found = {}
+    actual = {}
     for overrides in EVERY:
         cfg = command_line.compose([*overrides, *required(overrides)])
         whole = plain_config(cfg)
@@ -53,8 +53,8 @@ def configurations():
                 for n in (whole[group], *whole[group].values())
                 if isinstance(n, dict) and "_target_" in n
             ]
-        found[overrides] = cfg, whole, nodes
-    return found
+        actual[overrides] = cfg, whole, nodes
+    return actual
 
 
 @pytest.mark.parametrize("overrides", EVERY, ids=" ".join)
@@ -120,9 +120,9 @@ BAD = [
 
 @pytest.mark.parametrize("overrides, message", BAD, ids=[o for o, _ in BAD])
 def test_bad_configurations_are_refused(overrides, message):
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as actual:
         check_plain(plain_config(composed(*overrides.split())))
-    assert message in str(found.value)
+    assert message in str(actual.value)
 
 
 # ---- what may be built -----------------------------------------------------------------------------------------------

@@ -119,8 +119,8 @@ def test_a_namesake_of_a_value_is_no_input(target, options, kind, tmp_path, monk
 )
 def test_files_that_options_name_are_inputs(target, options, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = input_states(options | {"_target_": f"crt_exp.{target}"}, ())
-    assert {*found} == {f"task.{key}" for key in options}
+    actual = input_states(options | {"_target_": f"crt_exp.{target}"}, ())
+    assert {*actual} == {f"task.{key}" for key in options}
 
 
 def test_a_folder_named_like_a_data_set_blocks_no_resume(typed, tmp_path, monkeypatch):

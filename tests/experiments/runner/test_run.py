@@ -217,8 +217,8 @@ def test_a_disk_without_locks_is_named_and_used(code, typed, tmp_path, monkeypat
     monkeypatch.setattr(FileLock, "acquire", failing(errno.EIO))
     assert typed(*args)[0] == 2
     monkeypatch.setattr(FileLock, "acquire", failing(code))
-    found, _, err = typed(*args)
-    assert found == 0, err
+    actual, _, err = typed(*args)
+    assert actual == 0, err
     assert f"hydra.run.dir={tmp_path}/run: not locked" in err
     assert len(err.splitlines()) == 1, err
 

@@ -148,8 +148,8 @@ def test_a_sweep_with_exact_attention_runs_it_once_and_continues(typed, tmp_path
     assert out.splitlines().count("attention=exact does not use features.m: run without") == 1
     assert "sweep of 3 runs" in out
     rows = list(csv.DictReader((folder / "sweep.csv").open()))
-    found = [(row["run"], row["attention"], row["features.m"]) for row in rows]
-    assert found == [("0", "exact", ""), ("1", "favorp", "4"), ("2", "favorp", "8")]
+    actual = [(row["run"], row["attention"], row["features.m"]) for row in rows]
+    assert actual == [("0", "exact", ""), ("1", "favorp", "4"), ("2", "favorp", "8")]
     before = (folder / "0" / "metrics.jsonl").read_text()
     code, out, err = typed(*WINE, *args, "resume=auto", "hydra/sweeper=basic")
     assert code == 0, err
@@ -204,8 +204,8 @@ def test_runs_of_a_sweep_have_the_options_that_they_use(args, count, notes):
     for arg in args:
         key, _, values = arg.partition("=")
         choices.append([f"{key}={value}" for value in values.split(",")])
-    runs, found = without_unused([*itertools.product(*choices)], compose)
-    assert found == notes
+    runs, actual = without_unused([*itertools.product(*choices)], compose)
+    assert actual == notes
     assert len(runs) == count
     for run in {tuple(run) for run in runs}:
         cfg = compose(list(run))

@@ -131,20 +131,20 @@ LOAD = dict.fromkeys(KEPT, lambda directory: language.load(directory, "run").bui
 @pytest.mark.parametrize("name", TASKS)
 def test_kept_model_gives_the_recorded_metrics(name, finished, data):
     """Metrics of the last record, of the model that is loaded anew, in batches of another size."""
-    found = records(finished(name))
-    assert found[-1]["final"]
-    assert found[-1]["step"] == 6
-    assert {record["split"] for record in found} > {"train"}
+    actual = records(finished(name))
+    assert actual[-1]["final"]
+    assert actual[-1]["step"] == 6
+    assert {record["split"] for record in actual} > {"train"}
     if name in LOAD:
         task = load_task(finished(name))
         with torch.no_grad():
             metrics = task.evaluate(
-                LOAD[name](finished(name)).eval(), found[-1]["split"], Reader(task, Plan(5))
+                LOAD[name](finished(name)).eval(), actual[-1]["split"], Reader(task, Plan(5))
             )
-        assert metrics.keys() <= found[-1].keys()
+        assert metrics.keys() <= actual[-1].keys()
         assert task.metric in metrics
         for key, value in metrics.items():
-            assert found[-1][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+            assert actual[-1][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
 
 
 @pytest.mark.parametrize(
@@ -375,11 +375,11 @@ def test_weights_of_exact_attention_under_features(name, data, tmp_path, one_thr
     )
     losses = {"exact": float(exact.loss(model, batch))}
     for m in (4, 512):
-        found = task.build(Mechanism.of("favorpp", m=m)).eval()
-        state = found.state_dict()
+        actual = task.build(Mechanism.of("favorpp", m=m)).eval()
+        state = actual.state_dict()
         for key, tensor in model.state_dict().items():
             assert torch.equal(state[key], tensor)
-        losses[m] = float(task.loss(found, batch))
+        losses[m] = float(task.loss(actual, batch))
     assert 0 < abs(losses[512] - losses["exact"]) < abs(losses[4] - losses["exact"]), losses
 
 
@@ -464,10 +464,10 @@ def test_stand_ins_are_named_first_and_last(task, untrained, data, tmp_path):
         ],
     }
     first, last = untrained(f"task={task}", *options.get(task, []))
-    found = re.fullmatch(
+    actual = re.fullmatch(
         r"no .+ here: .+ \(task\.\S+=\S+ after `python -m crt_exp data fetch (\S+)`\)", first
     )
-    assert select(found[1])
+    assert select(actual[1])
     assert f"; {first}  [" in last
 
 

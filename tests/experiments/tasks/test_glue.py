@@ -183,8 +183,8 @@ def test_text_of_ones_own_has_validation_and_test(mine, task_of):
     model = task.build(Mechanism.of("favorpp", m=8)).eval()
     assert model.config.id2label == {0: "green", 1: "old", 2: "red"}
     assert model.config.text_columns == ["text"]
-    found = task.evaluate(model, "test", Reader(task))
-    assert {"accuracy", "mcc", "loss", "accuracy_part1"} <= found.keys()
+    actual = task.evaluate(model, "test", Reader(task))
+    assert {"accuracy", "mcc", "loss", "accuracy_part1"} <= actual.keys()
     assert "accuracy_part0" not in task.evaluate(model, "validation", Reader(task))
     assert task_of(csv=mine, examples=9).length("train") == 9
 
@@ -239,14 +239,14 @@ def test_answers_belong_to_their_examples(task_of):
     lengths = [len(row["input_ids"]) for row in task.encoded["dev"]]
     assert np.any(np.diff(lengths) < 0)
     task.evaluate(model, "dev", Reader(task))
-    found = [row["prediction"] for row in task.predicted]
+    actual = [row["prediction"] for row in task.predicted]
     alone = [
         model(
             **task.tokenizer(a, b, return_tensors="pt", truncation=True, max_length=40)
         ).logits.item()
         for a, b in zip(*texts)
     ]
-    assert found == pytest.approx(alone, abs=1e-5)
+    assert actual == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.parametrize(

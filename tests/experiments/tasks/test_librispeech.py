@@ -66,15 +66,15 @@ def test_error_rates_follow_from_the_transcripts(digits, tmp_path):
     with torch.no_grad():
         model.joiner.out.bias[-1] += 1.5  # blank and words about equally likely, as after training
         model.joiner.out.weight.mul_(6)
-        found = task.evaluate(model, "test", Reader(task))
+        actual = task.evaluate(model, "test", Reader(task))
     write_predictions(task.predicted, tmp_path)
     rows = read_predictions(tmp_path)
     assert rows["example"].nunique() == 9
     labels = [*rows["label"]]
     answers = [*rows["prediction"]]
-    assert found["wer"] == jiwer.wer(labels, answers)
-    assert found["utterances"] == 9
-    assert found["cer"] == jiwer.cer(labels, answers)
+    assert actual["wer"] == jiwer.wer(labels, answers)
+    assert actual["utterances"] == 9
+    assert actual["cer"] == jiwer.cer(labels, answers)
 
 
 # ---- order and processes ------------------------------------------------------------------------------

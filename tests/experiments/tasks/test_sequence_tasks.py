@@ -192,9 +192,9 @@ def test_majority_is_that_of_the_training_split():
     test = task.arena.splits["test"].labels
     often = np.bincount(train).argmax()
     test[:] = np.where(np.arange(len(test)) < 5, often, (often + 1) % 10)
-    found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "test", Reader(task, Plan(7)))
-    assert found["examples"] == 20
-    assert found["majority_accuracy"] == pytest.approx(5 / 20)
+    actual = task.evaluate(task.build(Mechanism.of("exact")).eval(), "test", Reader(task, Plan(7)))
+    assert actual["examples"] == 20
+    assert actual["majority_accuracy"] == pytest.approx(5 / 20)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -317,10 +317,10 @@ def test_images_are_drawn_and_completed(tmp_path):
         3 * 98 + 2,
     )  # a value: 12 x 12 pixels
     assert infer.main([*words, f"prompt={tmp_path / 'half.png'}", "seed=5"]) == 0
-    found = np.asarray(Image.open(tmp_path / "out.png"))
-    first, *drawn = (found[2:98:12, left : left + 96 : 12, 0] for left in range(2, 4 * 98, 98))
+    actual = np.asarray(Image.open(tmp_path / "out.png"))
+    first, *drawn = (actual[2:98:12, left : left + 96 : 12, 0] for left in range(2, 4 * 98, 98))
     assert (first == values).all()
-    assert (found[2:14, 2:14] == values[0, 0]).all()
+    assert (actual[2:14, 2:14] == values[0, 0]).all()
     for image in drawn:  # the upper half is the image's, the lower one is drawn
         assert (image[:4] == values[:4]).all()
         assert (image[4:] != values[4:]).any()

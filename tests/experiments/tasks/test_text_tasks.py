@@ -165,9 +165,9 @@ def test_longer_blocks_go_on_from_a_model(mlm, files, tmp_path):
         running_blocks(files / "text.txt", task.tokenizer, 40)[: len(task.splits["train"])]
         == task.splits["train"]
     ).all()
-    found = task.build(Mechanism.of("exact")).state_dict()
+    actual = task.build(Mechanism.of("exact")).state_dict()
     for key, tensor in model.state_dict().items():
-        assert torch.equal(found[key], tensor)
+        assert torch.equal(actual[key], tensor)
     cases = [
         (0, lambda weights: max(weights) == 0),
         (2, lambda weights: min(weights) > 0),
@@ -324,9 +324,9 @@ def test_metrics_do_not_depend_on_the_batches_they_are_computed_in(ptb):
     model = built(task).eval()
     with torch.no_grad():
         expected = task.evaluate(model, "validation", Reader(task))
-        found = other.evaluate(model, "validation", Reader(other, Plan(3)))
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert found["words"] == 60
+        actual = other.evaluate(model, "validation", Reader(other, Plan(3)))
+    assert actual == pytest.approx(expected, rel=1e-6)
+    assert actual["words"] == 60
 
 
 def test_processes_share_columns(ptb):
@@ -379,11 +379,11 @@ def test_a_model_is_continued_with_sampled_negatives(ptb, tmp_path):
     task = ptb()
     model = task.build(Mechanism.of("exact"))
     lstm.save_model(model.body, task.text.words, 1.0, model.body.state_dict(), tmp_path)
-    found = (
+    actual = (
         ptb(init=str(tmp_path), softmax="unigram").build(Mechanism.of("exact")).body.state_dict()
     )
     for name, tensor in model.body.state_dict().items():
-        assert torch.equal(found[name], tensor)
+        assert torch.equal(actual[name], tensor)
     cases = [
         {"width": task.width + 1},
         {"layers": task.layers + 1},

@@ -126,12 +126,12 @@ def sizes(value: int | memoryview) -> list[int]:
     """Of one field of `dims`: a number, or several packed together."""
     if isinstance(value, int):
         return [value]
-    found = []
+    actual = []
     at = 0
     while at < len(value):
         size, at = varint(value, at)
-        found.append(size)
-    return found
+        actual.append(size)
+    return actual
 
 
 # ---- DINOv2
@@ -140,12 +140,12 @@ def sizes(value: int | memoryview) -> list[int]:
 def dinov2(graph: Graph, architecture: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """timm's config.json for its model of that name, and the weights, of a file that transformers' Dinov2Model was
     exported to, whatever stands behind it there. Raises DataError for another model."""
-    found = named(graph)
+    actual = named(graph)
     try:
-        state = outer(found, graph) | {
+        state = outer(actual, graph) | {
             f"blocks.{i}.{name}": value
             for i in range(DEPTH)
-            for name, value in layer(found, f"backbone.encoder.layer.{i}.").items()
+            for name, value in layer(actual, f"backbone.encoder.layer.{i}.").items()
         }
     except KeyError as error:
         raise DataError(f"it lacks {error}: no small DINOv2 that transformers had") from None

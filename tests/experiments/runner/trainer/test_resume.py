@@ -46,14 +46,14 @@ def test_a_signal_leaves_a_checkpoint_and_resume_is_exact(
 ):
     """The step is finished first; the continued run gives the numbers of the one that was never stopped."""
     with stop_signal(toy.Toy, 7, signum):  # in the middle of the first epoch, between two records
-        found, _, err = typed(*ARGS)
-    assert found == code
+        actual, _, err = typed(*ARGS)
+    assert actual == code
     assert "resume=auto" in err
     assert signal.Signals(signum).name in err
     assert len(err.splitlines()) == 1
     assert checkpoints(tmp_path / "run") == [5, 7]
-    found, out, err = typed(*ARGS, "resume=auto")
-    assert found == 0
+    actual, out, err = typed(*ARGS, "resume=auto")
+    assert actual == 0
     assert "continuing from" in out
     assert "step-7" in out
     assert_same(tmp_path / "run", whole)
@@ -309,9 +309,9 @@ def test_round_trip_of_samples_between_two_fits(tmp_path):
         layer(k, q, v)
         layer(q, k, v)
     assert int(layers[0].clusters.fits) == 1
-    for name, found in layers[0].state_dict().items():
+    for name, actual in layers[0].state_dict().items():
         expected = layers[1].state_dict()[name]
-        assert torch.equal(found, expected), name
+        assert torch.equal(actual, expected), name
 
 
 def flip(path):

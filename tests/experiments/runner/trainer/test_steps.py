@@ -233,11 +233,11 @@ def test_decay_and_layer_wise_rates(monkeypatch):
     monkeypatch.setattr(task, "lr_scale", scale)
     optimizer = make_optimizer(model, config, task)
     names = {p: name for name, p in model.named_parameters()}
-    found = {}
+    actual = {}
     for g in optimizer.param_groups:
         for p in g["params"]:
-            found[names[p]] = (g["lr"], g["peak"], g["weight_decay"])
-    assert found == {
+            actual[names[p]] = (g["lr"], g["peak"], g["weight_decay"])
+    assert actual == {
         "inner.0.bias": (0.1, 0.1, 0),
         "inner.1.weight": (0.1, 0.1, 0),
         "inner.1.bias": (0.1, 0.1, 0),
@@ -256,7 +256,7 @@ def test_read_ahead_keeps_order_and_errors():
         raise KeyError("the data")
 
     for depth in (0, 1, 3):
-        found = []
+        actual = []
         with pytest.raises(KeyError, match="the data"):
-            found.extend(read_ahead(items(), depth))
-        assert found == [*range(5)]
+            actual.extend(read_ahead(items(), depth))
+        assert actual == [*range(5)]
