@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from pandas.api.types import is_numeric_dtype
 
 from crt_exp.experiments.runner.run import names_in, write_atomic
 
@@ -34,35 +33,24 @@ class Rows:
 
     def __init__(self, frame: pd.DataFrame):
         self.frame = frame
+        self._columns = {name: frame[name].to_numpy() for name in frame if name not in ORIGIN}
         self._groups = frame.groupby(["metric", "method"], sort=False).indices
 
     def select(self, metric: str, method: str | None = None, **where: Any) -> pd.DataFrame:
         """Return the rows of a metric, in their order."""
-        if method is None:
-            places = np.flatnonzero(self.frame["metric"] == metric)
-        else:
-            places = self._groups.get((metric, method), np.empty(0, int))
-        for name, wanted in where.items():
-            column = self.frame[name].iloc[places]
-            if isinstance(wanted, list | tuple | range):
-                matches = column.isin(wanted)
-            elif wanted == "" and is_numeric_dtype(column):
-                matches = column.isna()
-            else:
-                matches = column == wanted
-            places = places[matches]
-        return self.frame.iloc[places]
+        return self.frame.iloc[self._places(metric, method, where)]
 
     def values(self, metric: str, method: str, log: bool = False, **where: Any) -> pd.Series:
         """Return values by sample, float64; several rows of a sample are averaged.
 
         log: average logarithms.
         """
-        frame = self.select(metric, method, **where)
-        values = frame["value"].astype(float)
+        places = self._places(metric, method, where)
+        values = self._columns["value"][places].astype(float)
         if log:
             values = np.log(values)
-        return values.groupby(frame["sample"], sort=False).mean()
+        samples = pd.Series(values, self._columns["sample"][places])
+        return samples.groupby(level=0, sort=False).mean()
 
     def paired(
         self, first: str, second: str, metric: str, log: bool = False, **where: Any
@@ -167,6 +155,22 @@ class Rows:
     def methods(self, metric: str, **where: Any) -> list[str]:
         """Return the methods that have a metric, in the order of the rows."""
         return [*self.select(metric, **where)["method"].unique()]
+
+    def _places(self, metric: str, method: str | None, where: dict[str, Any]) -> np.ndarray:
+        if method is None:
+            places = np.flatnonzero(self._columns["metric"] == metric)
+        else:
+            places = self._groups.get((metric, method), np.empty(0, int))
+        for name, wanted in where.items():
+            column = self._columns[name][places]
+            if isinstance(wanted, list | tuple | range):
+                matches = np.isin(column, wanted)
+            elif wanted == "" and column.dtype != object:
+                matches = pd.isna(column)
+            else:
+                matches = column == wanted
+            places = places[matches]
+        return places
 
 
 def _spread(values: pd.Series, other: pd.Series) -> pd.Series:
