@@ -192,7 +192,7 @@ def test_sums_of_keys_are_those_of_features():
 
 
 @interpreted
-@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("inference", [slow(False), True])
 def test_the_engine_checks_itself(inference, monkeypatch, caplog):
     from crt_exp.attention.engines import gpu
 
