@@ -229,7 +229,9 @@ class RandomFeatureAttention(Redraws, Running):
     @property
     def width(self) -> int:
         """Number M of features."""
-        return self.phi.width(self.m if self.gaussian else self.d)
+        if not self.gaussian:  # a map without projections
+            return self.phi.width(self.d)
+        return self.phi.width(self.m)
 
     @property
     def serves_causal(self) -> bool:
@@ -376,7 +378,8 @@ class RandomFeatureAttention(Redraws, Running):
             return
         same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
         clusters.causal = self.causal
-        clusters.note(q * self.scale, k * self.scale, key_mask if same else None, key_mask)
+        query_mask = key_mask if same else None
+        clusters.note(q * self.scale, k * self.scale, query_mask, key_mask)
 
     @contextmanager
     def calibration(self):
