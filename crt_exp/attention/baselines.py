@@ -16,6 +16,7 @@ from crt_exp.attention.checks import (
     first_unmasked,
     from_first,
     repeat_heads,
+    without_padding,
 )
 from crt_exp.attention.decoding import RecurrentPast, TokenState
 from crt_exp.features.base import all_true, values_readable
@@ -166,14 +167,6 @@ def exact_attention(
     check_inputs(x, y, v, None, (), causal, key_mask)
     y, v = without_padding(key_mask, y, v)
     return fused_attention(x, y, v, causal, key_mask, scale)
-
-
-def without_padding(key_mask: Tensor | None, *tensors: Tensor) -> list[Tensor]:
-    """Replace masked tokens of tensors (B, ., S, .), which may hold NaN, by zeros."""
-    if key_mask is None:
-        return list(tensors)
-    unmasked = key_mask[:, None, :, None]
-    return [torch.where(unmasked, t, 0.0) for t in tensors]
 
 
 def fused_attention(

@@ -103,6 +103,14 @@ def repeat_heads(t: Tensor, heads: int) -> Tensor:
     return t[:, :, None].expand(-1, -1, heads // t.shape[1], -1, -1).flatten(1, 2)
 
 
+def without_padding(key_mask: Tensor | None, *tensors: Tensor) -> list[Tensor]:
+    """Replace masked tokens of tensors (B, ., S, .), which may hold NaN, by zeros."""
+    if key_mask is None:
+        return list(tensors)
+    unmasked = key_mask[:, None, :, None]
+    return [torch.where(unmasked, t, 0.0) for t in tensors]
+
+
 def batch_indices(rows: Tensor, batch: int) -> Tensor:
     """Convert batch indices or a boolean mask to non-negative indices."""
     return torch.arange(batch, device=rows.device)[rows]

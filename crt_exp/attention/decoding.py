@@ -14,7 +14,14 @@ from typing import Self, cast
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, check_result, compute_dtype, finite, repeat_heads
+from crt_exp.attention.checks import (
+    check_inputs,
+    check_result,
+    compute_dtype,
+    finite,
+    repeat_heads,
+    without_padding,
+)
 from crt_exp.attention.engines import PLAIN
 from crt_exp.attention.engines.chunks import Chunked
 from crt_exp.attention.engines.selection import choose_engine
@@ -181,12 +188,10 @@ class DecodingState(TokenState):
             chunked = self._chunked(dtype, key_mask)
             y = y.to(dtype)
             v = v.to(dtype)
-            keep = None if key_mask is None else key_mask[:, None, :, None]
-            if keep is not None:  # padding may hold NaN
-                y = torch.where(keep, y, 0.0)
-                v = torch.where(keep, v, 0.0)
+            y, v = without_padding(key_mask, y, v)
             keys, queries = _token_features(chunked.bound, y, x.to(dtype))
-            if keep is not None:
+            if key_mask is not None:
+                keep = key_mask[:, None, :, None]
                 keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
             sums = _add_key(past, keys, with_ones(v), chunked.modulus)
             return self._outputs(read(queries, sums)).to(out_dtype), sums

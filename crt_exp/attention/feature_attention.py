@@ -16,6 +16,7 @@ from crt_exp.attention.checks import (
     check_inputs,
     finite,
     repeat_heads,
+    without_padding,
 )
 from crt_exp.attention.compiled import compiled
 from crt_exp.attention.engines import PLAIN, TRITON, C, Form, Gradients, Saved
@@ -213,9 +214,8 @@ def positive_form(
     rows, scale, bias = (t.to(x.device) for t in (rows, scale, bias))
     parts = (rows, scale, bias, *leaves(params))
     learned = torch.is_grad_enabled() and any(t.requires_grad for t in parts)
-    if keep is not None and learned:
-        # padding may hold NaN, which would reach the gradients of parameters
-        y = y.masked_fill(~keep[:, None, :, None], 0)
+    if learned:  # NaN of padding would reach the gradients of parameters
+        (y,) = without_padding(keep, y)
     if phi.transforms_inputs:
         y, _ = phi.transform_inputs(y, params, key=True, factor=factor)
     norm_weight = phi.norm_weight * remaining**2

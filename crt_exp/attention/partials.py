@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, finite, repeat_heads
+from crt_exp.attention.checks import check_inputs, finite, repeat_heads, without_padding
 from crt_exp.attention.engines import TINY
 from crt_exp.features.base import Features
 from crt_exp.features.blocks import Block, Blocks
@@ -94,10 +94,8 @@ def softmax_partial(
     seen = torch.ones(x.shape[2], y.shape[2], dtype=torch.bool, device=x.device)
     if causal:
         seen = seen.tril(y.shape[2] - x.shape[2])
+    y, v = without_padding(key_mask, y, v)
     if key_mask is not None:
-        masked = ~key_mask[:, None, :, None]
-        y = y.masked_fill(masked, 0)  # padding may hold NaN
-        v = v.masked_fill(masked, 0)
         seen = seen & key_mask[:, None, None]
     logits = (x @ y.mT).masked_fill(~seen, -torch.inf)
     top = logits.detach().amax(-1, keepdim=True)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.base import Redraws, in_backward
-from crt_exp.attention.baselines import Baseline, without_padding
-from crt_exp.attention.checks import check_inputs, from_first, repeat_heads
+from crt_exp.attention.baselines import Baseline
+from crt_exp.attention.checks import check_inputs, from_first, repeat_heads, without_padding
 from crt_exp.features.base import ONE, FeatureMap, Features, Projections
 from crt_exp.samplers import at_least_float32
 from crt_exp.validation import Count, NotNegative, Whole, checked

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from crt_exp.attention.baselines import Buffer, without_padding
+from crt_exp.attention.baselines import Buffer
 from crt_exp.attention.checks import (
     batch_indices,
     check_entries,
@@ -24,6 +24,7 @@ from crt_exp.attention.checks import (
     check_result,
     compute_dtype,
     first_unmasked,
+    without_padding,
 )
 from crt_exp.attention.decoding import TokenState
 from crt_exp.nearfar import native

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention.baselines import VECTOR, without_padding
+from crt_exp.attention.baselines import VECTOR
 from crt_exp.attention.checks import (
     LeftShift,
     check_entries,
@@ -33,6 +33,7 @@ from crt_exp.attention.checks import (
     has_dynamic_size,
     outside_graphs,
     transformed,
+    without_padding,
 )
 from crt_exp.nearfar import native
 from crt_exp.nearfar.both_directions import Bidirectional

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention.checks import check_result, compute_dtype, requires_gradient, transformed
+from crt_exp.attention.checks import (
+    check_result,
+    compute_dtype,
+    requires_gradient,
+    transformed,
+    without_padding,
+)
 from crt_exp.attention.partials import (
     Partial,
     ScaledKeys,
@@ -183,10 +189,9 @@ class Chunked:
         v = v.to(dtype)
         if self.keep is None:
             return scale_keys(self.bound.phi_k(y)), v
-        keep = self.keep[:, None, tokens]
-        y = torch.where(keep[..., None], y, 0.0)  # padding may hold NaN
-        v = torch.where(keep[..., None], v, 0.0)
-        return scale_keys(self.bound.phi_k(y), keep), v
+        keep = self.keep[:, tokens]
+        y, v = without_padding(keep, y, v)
+        return scale_keys(self.bound.phi_k(y), keep[:, None]), v
 
     def summary(self, y: Tensor, v: Tensor, tokens: slice) -> Partial:
         return summarise(*self.keys(y, v, tokens), self.modulus)
