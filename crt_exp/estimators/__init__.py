@@ -5,6 +5,7 @@ for kernel="softmax". Feature maps take x = sqrt(2 gamma) u, or x = u / length_s
 """
 
 import warnings
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -85,7 +86,7 @@ def all_or_none(method: Callable) -> Callable:
 
 
 @dataclass(eq=False, repr=False)
-class Options(BaseEstimator):
+class Options(BaseEstimator, ABC):
     """Base class: the constructor options that all estimators share."""
 
     features: Any = "oprf"
@@ -99,9 +100,9 @@ class Options(BaseEstimator):
 
     _accept_sparse: ClassVar[str | bool] = False  # or the name of the sparse format
 
+    @abstractmethod
     def _check_options(self) -> None:
         """Raise ValueError for an option that does not fit the others."""
-        raise NotImplementedError
 
     def _validated(self, X):
         """Return the rows of a call after the fit."""
@@ -380,17 +381,17 @@ class Incremental(Options):
             self._begin(X, weight, targets)
         self._add_rows(X, y, targets, weight)
 
+    @abstractmethod
     def _targets(self, y: np.ndarray) -> np.ndarray:
         """Return the targets of validated values or labels, (n, T) float64."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _begin(self, X, weight: np.ndarray, targets: np.ndarray) -> None:
         """Fit the feature map to the first rows, and start with empty sums."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _add_rows(self, X, y: np.ndarray, targets: np.ndarray, weight: np.ndarray) -> None:
         """Add rows to the sums."""
-        raise NotImplementedError
 
 
 class Regression(MultiOutputMixin, RegressorMixin):
