@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -28,24 +29,23 @@ def first_nonfinite(
     """
     names = nonfinite_parameters(model)
     model.zero_grad()
-    hooks = []
-    for name, module in model.named_modules():
-        what = f"output of {name or 'the model'} ({type(module).__name__})"
-        hooks.append(module.register_forward_hook(partial(record, names, what)))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            hooks.append(parameter.register_hook(partial(record, names, f"gradient of {name}")))
-    for batch in batches:
-        try:
-            value = loss(model, batch)
-            if not names and not finite(value):
-                names.append("the loss itself")
-            value.backward()
-        except NotFinite as error:
-            if not names:
-                names.append(layer_of(error, model))
-    for hook in hooks:
-        hook.remove()
+    with ExitStack() as hooks:  # removed at the end, whatever the loss raises
+        for name, module in model.named_modules():
+            what = f"output of {name or 'the model'} ({type(module).__name__})"
+            hooks.enter_context(module.register_forward_hook(partial(record, names, what)))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = partial(record, names, f"gradient of {name}")
+                hooks.enter_context(parameter.register_hook(hook))
+        for batch in batches:
+            try:
+                value = loss(model, batch)
+                if not names and not finite(value):
+                    names.append("the loss itself")
+                value.backward()
+            except NotFinite as error:
+                if not names:
+                    names.append(layer_of(error, model))
     if names:
         return names[0]
     # Only the sum over micro-batches or processes overflowed. Backward reaches the last layer first.

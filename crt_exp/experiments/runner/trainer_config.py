@@ -203,9 +203,8 @@ class Adapters:
             for name in module.__dict__.get("made_anew", ()):  # such as a new head
                 trained.append(f"{path}.{name}".lstrip("."))
         targets = linear_layers(model, lora["targets"])
-        owners: Counter[int] = (
-            Counter()
-        )  # modules of each weight: a head may be tied to the embeddings
+        # modules of each weight: a head may be tied to the embeddings
+        owners: Counter[int] = Counter()
         for module in model.modules():
             owners.update(id(parameter) for parameter in module.parameters(recurse=False))
         for path in targets:
